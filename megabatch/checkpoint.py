@@ -1,0 +1,127 @@
+"""Checkpoints: a folder of safetensors and JSON, written aside, synced, then renamed into place.
+
+A checkpoint holds everything the rest of the run depends on; its checksums are verified before it is
+used, and the newest good one is taken. All workers hold the same state, so one of them writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+_WEIGHTS, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+def save(
+    folder: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Write a checkpoint named by state["seen"]; the newest `keep` stay."""
+    final = folder / f"seen-{state['seen']:012d}"
+    partial = folder / f".{final.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors, rest = _split(optimizer.state_dict())
+    save_file(_contiguous(module.state_dict()), partial / _WEIGHTS)
+    save_file(_contiguous(tensors), partial / _OPTIMIZER)
+    sums = {name: _checksum(partial / name) for name in (_WEIGHTS, _OPTIMIZER)}
+    record = {"state": state, "optimizer": rest, "sha256": sums}
+    (partial / _STATE).write_text(json.dumps(record, indent=2) + "\n")
+    for path in (*partial.iterdir(), partial):
+        _sync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    _sync(folder)
+    for old in list(_newest_first(folder))[keep:]:
+        shutil.rmtree(old)
+    return final
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint that verifies."""
+    return next((path for path in _newest_first(folder) if _good(path)), None)
+
+
+def load_weights(path: Path, module: nn.Module) -> None:
+    module.load_state_dict(load_file(path / _WEIGHTS))
+
+
+def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Restore a checkpoint; returns the state it was saved with."""
+    record = json.loads((path / _STATE).read_text())
+    load_weights(path, module)
+    optimizer.load_state_dict(_join(load_file(path / _OPTIMIZER), record["optimizer"]))
+    state: dict[str, Any] = record["state"]
+    return state
+
+
+def weights_sha256(module: nn.Module) -> str:
+    """A fingerprint of all parameters and buffers: names, types, shapes and bits."""
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state_dict as tensors by "parameter.name", and the rest, which is JSON."""
+    tensors, numbers = {}, {}
+    for index, entries in state["state"].items():
+        for name, value in entries.items():
+            (tensors if isinstance(value, Tensor) else numbers)[f"{index}.{name}"] = value
+    return tensors, {"numbers": numbers, "param_groups": state["param_groups"]}
+
+
+def _join(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in {**tensors, **rest["numbers"]}.items():
+        index, name = key.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    return {"state": state, "param_groups": rest["param_groups"]}
+
+
+def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    # Clones, because safetensors refuses tensors that share storage.
+    return {
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+
+
+def _newest_first(folder: Path) -> Iterator[Path]:
+    yield from sorted(folder.glob("seen-*"), reverse=True)
+
+
+def _good(path: Path) -> bool:
+    try:
+        sums = json.loads((path / _STATE).read_text())["sha256"]
+        return all(_checksum(path / name) == wanted for name, wanted in sums.items())
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return False
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,121 @@
+"""Where images come from: a source reads images and labels by index, and knows nothing of workers.
+
+A source gives uint8 images, cropped to the size the model sees by the draws it is handed (none: the
+evaluation crop), or float images that are taken as they are. The loader does the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor
+
+from megabatch.config import Config, UserError
+from megabatch.keyed import Purpose, keyed
+
+
+class Source(Protocol):
+    """Images by index. `mean` and `std` are of the channels, on a scale of 0 to 1."""
+
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Images (n, channels, size, size) and labels (n,); row i of draws is image i's randomness."""
+        ...
+
+
+class Memory:
+    """Images that are in memory, all of one size."""
+
+    def __init__(self, images: Tensor, labels: Tensor, classes: int) -> None:
+        self.images, self.labels, self.classes = images, labels, classes
+        channels = images.shape[1]
+        self.mean, self.std = (0.5,) * channels, (0.25,) * channels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.images[indices], self.labels[indices]
+
+
+class Part:
+    """Some images of a source."""
+
+    def __init__(self, source: Source, indices: Tensor) -> None:
+        self._source, self._indices = source, indices
+        self.classes, self.mean, self.std = source.classes, source.mean, source.std
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self._source.read(self._indices[indices], draws)
+
+
+class MapStyle:
+    """Anyone's map-style data set: items are (image, label), an image a tensor, an array or PIL's."""
+
+    mean = std = (0.5,)
+
+    def __init__(self, dataset: Any, classes: int) -> None:
+        self._dataset = dataset
+        self.classes = len(getattr(dataset, "classes", ())) or classes
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+        items = [self._dataset[index] for index in indices.tolist()]
+        images = torch.stack([_as_image(image) for image, *_ in items])
+        return images, torch.tensor([int(label) for _, label, *_ in items])
+
+
+def _as_image(image: Any) -> Tensor:
+    if isinstance(image, Tensor):
+        return image
+    array = numpy.asarray(image)
+    if array.dtype == numpy.uint8 and array.ndim == 2:  # PIL's grey
+        array = array[None]
+    elif array.dtype == numpy.uint8 and array.ndim == 3 and array.shape[2] in (1, 3):  # PIL's RGB
+        array = array.transpose(2, 0, 1)
+    return torch.from_numpy(numpy.ascontiguousarray(array))
+
+
+def hold_out(source: Source, share: float) -> tuple[Source, Source]:
+    """Two parts, the second a share of the images chosen by hash: the same whatever the run's seed."""
+    order = torch.as_tensor(keyed(0, Purpose.HOLD_OUT, torch.arange(len(source)))).argsort(
+        stable=True
+    )
+    held = round(share * len(source))
+    if not 0 < held < len(source):
+        raise UserError(
+            f"a share of {share:g} of {len(source)} images leaves nothing to hold out or to train on: "
+            f"change --data.val_share"
+        )
+    return Part(source, order[held:].sort().values), Part(source, order[:held].sort().values)
+
+
+def open_sources(config: Config, data: Any = None) -> tuple[Source, Source]:
+    """The training and the validation images of a run; `data` is a caller's own set, or two of them."""
+    if data is not None:
+        if isinstance(data, tuple | list) and len(data) == 2:
+            train, val = (MapStyle(part, config.data.classes) for part in data)
+            return train, val
+        return hold_out(MapStyle(data, config.data.classes), config.data.val_share)
+    if config.data.source == "folder":
+        from megabatch.data.folder import open_folder
+
+        return open_folder(config.data)
+    from megabatch.data import builtin
+
+    whole = (
+        builtin.digits(config.data) if config.data.source == "digits" else builtin.synthetic(config)
+    )
+    return hold_out(whole, config.data.val_share)

@@ -1,0 +1,27 @@
+"""Handwritten digits: the whole system on a laptop, with no download."""
+
+from __future__ import annotations
+
+from megabatch.batch import Stage
+from megabatch.config import Config, Data, LearningRate, Optimizer
+
+
+def digits() -> Config:
+    """A small ResNet on scikit-learn's 8 x 8 digits, LARS, warm-up, and a batch that grows twice.
+
+    Command:   megabatch train digits
+    """
+    return Config(
+        name="digits",
+        model="small",
+        epochs=24,
+        batch=64,
+        micro=16,
+        span=16,
+        stages=(Stage(8, 128), Stage(16, 256)),
+        follow=True,
+        label_smoothing=0.1,
+        data=Data(source="digits", size=8, channels=1, shift=1),
+        lr=LearningRate(reference=8.0, per=256, warmup=2, decay="poly", power=2),
+        optimizer=Optimizer(momentum=0.9, weight_decay=1e-4, trust=0.001, share=0.1),
+    )

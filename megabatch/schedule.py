@@ -1,0 +1,131 @@
+"""Learning-rate schedules: frozen values that are called with the epoch, a float, and give a float.
+
+The clock is images seen (epoch = seen / images in the data set), so a schedule means the same at any
+batch size and needs no state to resume.
+Sources: linear scaling and gradual warm-up, Goyal 2017; polynomial decay and the quadratic ramp, You 2018.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+
+def linear_scaling(reference: float, batch: int, per: int | None = 256) -> float:
+    """The rate for a global `batch` when `reference` is right for `per` images (None: for any batch)."""
+    return reference if per is None else reference * batch / per
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """From `start` to `to` in `epochs`, a little every step; quadratic is what LARS's authors ran."""
+
+    epochs: float
+    to: float
+    start: float = 0.0
+    shape: Literal["linear", "quadratic"] = "linear"
+
+    def __call__(self, epoch: float) -> float:
+        gone = _gone(epoch, self.epochs)
+        return self.start + (self.to - self.start) * (gone if self.shape == "linear" else gone**2)
+
+
+@dataclass(frozen=True)
+class Constant:
+    epochs: float = math.inf
+    start: float | None = None
+
+    def __call__(self, epoch: float) -> float:
+        return _known(self)
+
+
+@dataclass(frozen=True)
+class Poly:
+    """From `start` to `end` as (1 - t)^power. `skip` epochs of the decay count as gone at its beginning:
+    Caffe's poly policy counts from the first iteration of the run, warm-up included."""
+
+    epochs: float
+    power: float = 2.0
+    start: float | None = None
+    end: float = 0.0
+    skip: float = 0.0
+
+    def __call__(self, epoch: float) -> float:
+        left = 1.0 - _gone(epoch + self.skip, self.epochs + self.skip)
+        return self.end + (_known(self) - self.end) * left**self.power
+
+
+@dataclass(frozen=True)
+class Cosine:
+    epochs: float
+    start: float | None = None
+    end: float = 0.0
+
+    def __call__(self, epoch: float) -> float:
+        left = (1.0 + math.cos(math.pi * _gone(epoch, self.epochs))) / 2
+        return self.end + (_known(self) - self.end) * left
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Times `factor` at each epoch of `at` (counted from the beginning of this piece)."""
+
+    at: tuple[float, ...]
+    factor: float = 0.1
+    start: float | None = None
+    epochs: float = math.inf
+
+    def __call__(self, epoch: float) -> float:
+        return _known(self) * self.factor ** sum(epoch >= at for at in self.at)
+
+
+@dataclass(frozen=True)
+class Join:
+    """Pieces one after another, each called with the epochs since its own beginning; made by `join`."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def epochs(self) -> float:
+        return sum(piece.epochs for piece in self.pieces)
+
+    def __call__(self, epoch: float) -> float:
+        for piece in self.pieces[:-1]:
+            if epoch < piece.epochs:
+                return piece(epoch)
+            epoch -= piece.epochs
+        return self.pieces[-1](epoch)
+
+
+Piece = Warmup | Constant | Poly | Cosine | Steps
+Schedule = Piece | Join
+P = TypeVar("P", Constant, Poly, Cosine, Steps)
+
+# The names of the public face: mb.join(mb.warmup(5, to=29.0), mb.poly(85, power=2))
+warmup, constant, poly, cosine, steps = Warmup, Constant, Poly, Cosine, Steps
+
+
+def join(*pieces: Piece) -> Join:
+    """One schedule of several; a piece without a `start` begins where the piece before it ended."""
+    if not pieces:
+        raise ValueError("join needs at least one schedule")
+    joined: list[Piece] = []
+    for piece in pieces:
+        if not isinstance(piece, Warmup) and piece.start is None and joined:
+            piece = replace(piece, start=joined[-1](joined[-1].epochs))
+        joined.append(piece)
+    return Join(tuple(joined))
+
+
+def _gone(epoch: float, epochs: float) -> float:
+    """The share of `epochs` that has passed, held within 0 and 1."""
+    return min(max(epoch / epochs, 0.0), 1.0) if epochs > 0 else 1.0
+
+
+def _known(piece: P) -> float:
+    if piece.start is None:
+        raise ValueError(
+            f"{type(piece).__name__.lower()} has no start: give start=, or join it to a piece before it"
+        )
+    return piece.start
