@@ -1,6 +1,7 @@
 """megabatch: image classifiers trained by synchronous SGD with very large batches.
 
-The public names are imported when they are first used, so that the planner and `--help` need no torch.
+The public names are imported when they are first used, so that the planner and `--help` need no
+torch.
 """
 
 from __future__ import annotations

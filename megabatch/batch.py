@@ -1,13 +1,16 @@
-"""The micro-batch, who is dealt which, the order in which their gradients are summed, and batch-size control.
+"""The micro-batch, who is dealt which, the order in which their gradients are summed, and
+batch-size control.
 
 A global batch is K micro-batches. Their gradients are summed along one binary tree over [0, K), the
-interval halved from the top, whatever the number of workers: that makes the sum a function of the batch
-alone. A worker holds an interval of micro-batches; the tree nodes inside it are summed where they are,
-and whoever finishes the sum needs only the largest of them. (Batch-size control: Mikami 2018.)
+interval halved from the top, whatever the number of workers: that makes the sum a function of the
+batch alone. A worker holds an interval of micro-batches; the tree nodes inside it are summed where
+they are, and whoever finishes the sum needs only the largest of them. (Batch-size control: Mikami
+2018.)
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,7 +20,7 @@ Node = tuple[int, int]
 """A node of the tree: the micro-batches [first, last) below it."""
 
 
-# --- the tree ---------------------------------------------------------------------------------------
+# --- the tree ----------------------------------------------------------------------------------
 
 
 def halve(node: Node) -> tuple[Node, Node]:
@@ -27,10 +30,12 @@ def halve(node: Node) -> tuple[Node, Node]:
 
 
 def deal(count: int, workers: int) -> list[Node]:
-    """The interval of `count` micro-batches that each worker works on; lengths differ by at most one.
+    """The interval of `count` micro-batches that each worker works on; lengths differ by at most
+    one.
 
-    While the number of workers is even the interval is halved as the tree halves it, so a power of two
-    of workers receives whole nodes. With fewer micro-batches than workers some intervals are empty.
+    While the number of workers is even the interval is halved as the tree halves it, so a power of
+    two of workers receives whole nodes. With fewer micro-batches than workers some intervals are
+    empty.
     """
 
     def cut(first: int, last: int, workers: int) -> list[Node]:
@@ -39,7 +44,7 @@ def deal(count: int, workers: int) -> list[Node]:
             return cut(*left, workers // 2) + cut(*right, workers // 2)
         length = last - first
         ends = [first + length * worker // workers for worker in range(workers + 1)]
-        return list(zip(ends, ends[1:], strict=False))
+        return list(itertools.pairwise(ends))
 
     return cut(0, count, workers)
 
@@ -62,8 +67,9 @@ def largest_nodes(count: int, interval: Node) -> list[Node]:
 def folds(node: Node) -> list[int]:
     """For each leaf below a node, in order: how many sums it completes.
 
-    Push the leaves on a stack one by one and after each replace the top two, so many times, by their
-    sum: what is left is the node, bracketed as the tree says, with at most log2(leaves) + 1 on the stack.
+    Push the leaves on a stack one by one and after each replace the top two, so many times, by
+    their sum: what is left is the node, bracketed as the tree says, with at most log2(leaves) + 1
+    on the stack.
     """
     if node[1] - node[0] == 1:
         return [0]
@@ -85,7 +91,7 @@ def tree_sum(count: int, parts: Mapping[Node, T], add: Callable[[T, T], T]) -> T
     return total((0, count))
 
 
-# --- batch-size control -------------------------------------------------------------------------------
+# --- batch-size control ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,8 @@ def stage_at(stages: Sequence[Stage], epoch: float) -> int:
 def steps(
     stages: Sequence[Stage], images: int, epochs: float, index: int = 0, seen: int = 0
 ) -> Iterator[Step]:
-    """The steps of a run from `seen` on: whole batches until every image was seen `epochs` times."""
+    """The steps of a run from `seen` on: whole batches until every image was seen `epochs`
+    times."""
     while seen < epochs * images:
         epoch = seen / images
         stage = stage_at(stages, epoch)

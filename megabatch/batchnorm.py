@@ -1,8 +1,8 @@
 """Batch norm by spans: statistics over groups of `span` images inside a micro-batch.
 
-Goyal 2017 and Mikami 2018 keep the number of images behind a statistic fixed whatever the batch. The
-moving averages move once a step, from the mean of all micro-batches' statistics, so that every worker
-holds the same buffers always.
+Goyal 2017 and Mikami 2018 keep the number of images behind a statistic fixed whatever the batch.
+The moving averages move once a step, from the mean of all micro-batches' statistics, so that every
+worker holds the same buffers always.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class SpanBatchNorm(_BatchNorm):
-    """Takes the place of a batch-norm layer: the same parameters and buffers under the same names."""
+    """Takes the place of a batch-norm layer: the same parameters and buffers under the same
+    names."""
 
+    running_mean: Tensor
+    running_var: Tensor
     statistics: Tensor
 
     def __init__(self, layer: _BatchNorm, span: int) -> None:
@@ -41,7 +44,8 @@ class SpanBatchNorm(_BatchNorm):
         mean = x.new_zeros(groups * self.num_features, dtype=_statistics_dtype(x))
         var = torch.zeros_like(mean)
         weight, bias = (t if t is None else t.repeat(groups) for t in (self.weight, self.bias))
-        # With momentum 1 the "moving averages" that the call updates are the batch's own statistics.
+        # With momentum 1 the "moving averages" that the call updates are the batch's own
+        # statistics.
         out = nn.functional.batch_norm(folded, mean, var, weight, bias, True, 1.0, self.eps)
         self.statistics = torch.stack([mean, var]).view(2, groups, -1).mean(1)
         if groups == 1:

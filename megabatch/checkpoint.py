@@ -1,7 +1,7 @@
 """Checkpoints: a folder of safetensors and JSON, written aside, synced, then renamed into place.
 
-A checkpoint holds everything the rest of the run depends on; its checksums are verified before it is
-used, and the newest good one is taken. All workers hold the same state, so one of them writes.
+A checkpoint holds everything the rest of the run depends on; its checksums are verified before it
+is used, and the newest good one is taken. All workers hold the same state, so one of them writes.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ def newest(folder: Path) -> Path | None:
     return next((path for path in _newest_first(folder) if _good(path)), None)
 
 
+def seen(path: Path) -> int:
+    """How many images the run had seen at a checkpoint."""
+    return int(path.name.removeprefix("seen-"))
+
+
 def load_weights(path: Path, module: nn.Module) -> None:
     module.load_state_dict(load_file(path / _WEIGHTS))
 
@@ -79,7 +84,8 @@ def weights_sha256(module: nn.Module) -> str:
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """An optimizer's state_dict as tensors by "parameter.name", and the rest, which is JSON."""
-    tensors, numbers = {}, {}
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, Any] = {}
     for index, entries in state["state"].items():
         for name, value in entries.items():
             (tensors if isinstance(value, Tensor) else numbers)[f"{index}.{name}"] = value

@@ -1,6 +1,8 @@
-"""The workers of a run: joined from torchrun's, Slurm's or MPI's variables, or started on this machine.
+"""The workers of a run: joined from torchrun's, Slurm's or MPI's variables, or started on this
+machine.
 
-One worker needs no process group. The same training code runs under every launcher, on gloo and NCCL.
+One worker needs no process group. The same training code runs under every launcher, on gloo and
+NCCL.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megabatch.config import UserError
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 # Imported once in the server that workers are forked from: four workers start in under a second.
 # Imports only; neither CUDA nor OpenMP survives a fork, so no tensor is touched there.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.optim", "megabatch.train"]
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class Cluster:
     def from_env(
         cls, grid: tuple[int, int] | None = None, device: str = "auto", timeout_seconds: float = 600
     ) -> Cluster:
-        """Join the workers that torchrun, srun, mpirun or megabatch itself started; alone otherwise."""
+        """Join the workers that torchrun, srun, mpirun or megabatch itself started; alone
+        otherwise."""
         import torch
         import torch.distributed as dist
 
@@ -74,8 +80,9 @@ class Cluster:
                 os.environ.setdefault("MASTER_PORT", "29500")
                 if "MASTER_ADDR" not in os.environ:
                     raise UserError(
-                        f"this is worker {place.rank} of {place.world} but nothing says where they meet: "
-                        f"set MASTER_ADDR to the first host, or MEGABATCH_STORE to a file all can reach"
+                        f"this is worker {place.rank} of {place.world} but nothing says where "
+                        f"they meet: set MASTER_ADDR to the first host, or MEGABATCH_STORE to a "
+                        f"file all can reach"
                     )
             dist.init_process_group(
                 "nccl" if chosen.type == "cuda" else "gloo",
@@ -96,6 +103,25 @@ class Cluster:
 
         if self.world > 1:
             dist.barrier()
+
+    def agree(self, decide: Callable[[], T]) -> T:
+        """What the first worker decides, on every worker; its UserError is raised on all of
+        them."""
+        if self.world == 1:
+            return decide()
+        import torch.distributed as dist
+
+        said: list[Any] = [None, None]
+        if self.first:
+            try:
+                said = [decide(), None]
+            except UserError as error:
+                said = [None, str(error)]
+        dist.broadcast_object_list(said, src=0)
+        if said[1] is not None:
+            raise UserError(said[1])
+        decision: T = said[0]
+        return decision
 
     def leave(self) -> None:
         import torch.distributed as dist
@@ -127,7 +153,8 @@ _LAUNCHERS = {
 
 
 def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher started this process as one of several workers, or says that it is alone."""
+    """Whether a launcher started this process as one of several workers, or says that it is
+    alone."""
     return any(rank in environ and world in environ for rank, world, *_ in _LAUNCHERS.values())
 
 
@@ -141,7 +168,7 @@ def _place(environ: Mapping[str, str]) -> _Place:
     return _Place(0, 1, 0, 1)
 
 
-# --- local workers ------------------------------------------------------------------------------------
+# --- local workers -----------------------------------------------------------------------------
 
 
 class WorkerFailed(RuntimeError):
@@ -151,8 +178,9 @@ class WorkerFailed(RuntimeError):
 def run_local(workers: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Run function(*arguments) in `workers` processes on this machine that can join by from_env.
 
-    Returns what worker 0 returned. SIGTERM and SIGINT are passed on to the workers. When one fails the
-    others are ended and its error is raised here: a UserError as such, anything else as WorkerFailed.
+    Returns what worker 0 returned. SIGTERM and SIGINT are passed on to the workers. When one fails
+    the others are ended and its error is raised here: a UserError as such, anything else as
+    WorkerFailed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)

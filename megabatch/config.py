@@ -1,31 +1,44 @@
-"""The configuration of a run: frozen dataclasses that state the global batch and the reference rate.
+"""The configuration of a run: frozen dataclasses that state the global batch and the reference
+rate.
 
-Everything else (micro-batches, accumulation, steps, the peak rate) is derived here and shown in one table.
-Contradictions are refused in words before anything starts.
+Everything else (micro-batches, accumulation, steps, the peak rate) is derived here and shown in
+one table. Contradictions are refused in words before anything starts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import itertools
 import json
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megabatch import schedule
+from megabatch import models, schedule
 from megabatch.batch import Stage, count_steps, deal
 from megabatch.schedule import Schedule, linear_scaling
 
 
 class UserError(ValueError):
-    """A mistake of the user's, in one sentence that names the thing and the way out (exit status 2)."""
+    """A mistake of the user's, in one sentence that names the thing and the way out (exit status
+    2)."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The way out for an unknown name: the nearest known one, or all of them."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
 
 
 @dataclass(frozen=True)
 class Data:
-    source: Literal["digits", "synthetic", "folder"] = "digits"
-    """digits (1,797 real images inside scikit-learn), synthetic, or folder (train/CLASS/*, val/CLASS/*)"""
+    source: Literal["digits", "synthetic", "folder", "own"] = "digits"
+    """digits (in scikit-learn), synthetic, folder (train/CLASS/*, val/CLASS/*), own (from
+    Python)"""
     path: str = ""
     """the folder of images, for source folder"""
     size: int = 8
@@ -57,7 +70,8 @@ class LearningRate:
     reference: float = 0.1
     """the rate that is right for `per` images"""
     per: int | None = 256
-    """images the reference is for; the peak is reference * batch / per (None: the reference itself)"""
+    """images the reference is for; the peak is reference * batch / per (None: the reference
+    itself)"""
     warmup: float = 5.0
     """epochs of gradual warm-up"""
     start: float = 0.0
@@ -69,7 +83,8 @@ class LearningRate:
     power: float = 2.0
     """of the polynomial decay"""
     whole: bool = False
-    """the polynomial counts from the first step of the run, as Caffe's does, not from the warm-up's end"""
+    """the polynomial counts from the first step of the run, as Caffe's does, not from the
+    warm-up's end"""
     at: tuple[float, ...] = ()
     """epochs of the run at which `steps` lowers the rate"""
     factor: float = 0.1
@@ -158,7 +173,7 @@ class Config:
     lr: LearningRate = field(default_factory=LearningRate)
     optimizer: Optimizer = field(default_factory=Optimizer)
 
-    # --- derived -----------------------------------------------------------------------------------
+    # --- derived -------------------------------------------------------------------------------
 
     @property
     def all_stages(self) -> tuple[Stage, ...]:
@@ -175,8 +190,8 @@ class Config:
         return given[-1]
 
     def resized(self, epochs: float | None = None, batch: int | None = None) -> Config:
-        """The same recipe for another length or batch: warm-up, drops and stages keep their share of
-        the run, later stages their multiple of the first batch."""
+        """The same recipe for another length or batch: warm-up, drops and stages keep their share
+        of the run, later stages their multiple of the first batch."""
         stretch = 1.0 if epochs is None else epochs / self.epochs
         grow = 1 if batch is None else batch / self.batch
         lr = replace(
@@ -235,7 +250,7 @@ class Config:
         rows.append(("images in all", f"{seen:,}", "sum of the batches"))
         return rows
 
-    # --- contradictions -----------------------------------------------------------------------------
+    # --- contradictions ------------------------------------------------------------------------
 
     def check(self) -> Config:
         """Refuse contradictions, each in one sentence; returns itself."""
@@ -264,7 +279,7 @@ class Config:
         need(self.epochs > 0, f"epochs is {self.epochs:g}; it must be more than 0")
         begins = [stage.epoch for stage in self.all_stages]
         need(
-            all(a < b for a, b in zip(begins, begins[1:], strict=False)),
+            all(a < b for a, b in itertools.pairwise(begins)),
             f"the stages begin at epochs {begins}; each must begin after the one before it",
         )
         need(
@@ -312,13 +327,18 @@ class Config:
         need(self.keep >= 1, f"keep is {self.keep}; at least one checkpoint must stay")
         need(self.bucket_mb > 0, f"bucket_mb is {self.bucket_mb:g}; it must be more than 0")
         self._check_data(need)
+        if not self.model.startswith("own "):
+            try:
+                models.check(self.model, self.data.size)
+            except ValueError as error:
+                raise UserError(str(error)) from None
         return self
 
     def _check_data(self, need: typing.Callable[[bool, str], None]) -> None:
         data = self.data
         need(
             data.source != "folder" or data.path != "",
-            "no folder of images was named: give --data.path FOLDER (with train/CLASS/* and val/CLASS/*)",
+            "no folder of images was named: give --data.path, with train/CLASS/ and val/CLASS/",
         )
         need(data.size >= 1, f"data.size is {data.size}; it must be at least 1 pixel")
         need(
@@ -332,12 +352,13 @@ class Config:
         )
         need(
             0 < data.crop_aspect[0] <= data.crop_aspect[1],
-            f"data.crop_aspect is {data.crop_aspect}; give two ratios, the smaller first, 0.75 1.33 say",
+            f"data.crop_aspect is {data.crop_aspect}; give two ratios, the smaller first, 0.75 "
+            f"1.33 say",
         )
         need(data.threads >= 1, f"data.threads is {data.threads}; it must be at least 1")
         need(data.shift >= 0, f"data.shift is {data.shift}; it cannot be negative")
 
-    # --- JSON ---------------------------------------------------------------------------------------
+    # --- JSON ----------------------------------------------------------------------------------
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -352,7 +373,9 @@ def _build(kind: Any, value: Any) -> Any:
     """A value of JSON as the annotated type says: nested dataclasses and tuples of them."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return kind(**{name: _build(hints[name], item) for name, item in value.items()})
+        return kind(  # type: ignore[operator]
+            **{name: _build(hints[name], item) for name, item in value.items()}
+        )
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
         kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner

@@ -1,8 +1,9 @@
-"""Randomness keyed by position: an integer hash in tensor arithmetic, the same bits on CPU and CUDA.
+"""Randomness keyed by position: an integer hash in tensor arithmetic, the same bits on CPU and
+CUDA.
 
-Everything random in a run is a function of the seed, a purpose and the image's position in the endless
-stream (epoch = position // images), never of a worker, a device or a library's generator. So any number
-of workers sees the same order, the same augmentation and the same dropout masks.
+Everything random in a run is a function of the seed, a purpose and the image's position in the
+endless stream (epoch = position // images), never of a worker, a device or a library's generator.
+So any number of workers sees the same order, the same augmentation and the same dropout masks.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class Purpose(IntEnum):
 
 
 def mix(value: Bits) -> Bits:
-    """A bijective 32-bit mixer (xor-shift, multiply) for 32-bit values in integers or int64 tensors.
+    """A bijective 32-bit mixer (xor-shift, multiply) for 32-bit values in integers or int64
+    tensors.
 
-    In tensors products wrap modulo 2^64; only their low 32 bits are kept, which the wrap leaves right.
-    The two multipliers are those of Wellons' low-bias search (0x7feb352d, 0x846ca68b).
+    In tensors products wrap modulo 2^64; only their low 32 bits are kept, which the wrap leaves
+    right. The two multipliers are those of Wellons' low-bias search (0x7feb352d, 0x846ca68b).
     """
     value = value ^ (value >> 16)
     value = (value * 0x7FEB352D) & _MASK

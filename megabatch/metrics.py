@@ -1,7 +1,8 @@
-"""What a run writes down: metrics.jsonl, TensorBoard, and lines or a progress bar on standard error.
+"""What a run writes down: metrics.jsonl, TensorBoard, and lines or a progress bar on standard
+error.
 
-Only the first worker has a Log that writes; the others' are silent. Nothing here waits for the device:
-a step's numbers are read one step later (`Pending`).
+Only the first worker has a Log that writes; the others' are silent. Nothing here waits for the
+device: a step's numbers are read one step later (`Pending`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -43,7 +44,8 @@ class Pending:
         self._waiting: list[tuple[Step, Tensor, Any]] = []
 
     def put(self, step: Step, head: Tensor) -> Told | None:
-        """Queue a step's head of the control vector; returns the step before's, if there was one."""
+        """Queue a step's head of the control vector; returns the step before's, if there was
+        one."""
         told = self.take()
         event = None
         if head.is_cuda:
@@ -67,10 +69,12 @@ class Pending:
 class Log:
     """The run's record. `out` None: nothing is written; `quiet`: nothing is shown."""
 
-    def __init__(self, config: Config, out: Path | None, quiet: bool, total: int) -> None:
-        self._config, self._total = config, total
+    def __init__(self, config: Config, images: int, out: Path | None, quiet: bool) -> None:
+        self._images = images
         self._console = Console(stderr=True, quiet=quiet)
-        self._file = self._board = self._progress = None
+        self._file: TextIO | None = None
+        self._board: Any = None
+        self._progress: Progress | None = None
         self._began = self._last = time.monotonic()
         if out is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -88,8 +92,15 @@ class Log:
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            fields = dict(epoch=0.0, epochs=config.epochs, batch=config.batch, loss=0.0, rate=0.0)
-            self._bar = self._progress.add_task("train", total=total, **fields)
+            self._bar = self._progress.add_task(
+                "train",
+                total=config.epochs * images,
+                epoch=0.0,
+                epochs=config.epochs,
+                batch=config.batch,
+                loss=0.0,
+                rate=0.0,
+            )
             self._progress.start()
 
     def say(self, words: str) -> None:
@@ -117,7 +128,7 @@ class Log:
             self._progress.update(
                 self._bar,
                 completed=record["seen"],
-                epoch=record["seen"] / self._total * self._config.epochs,
+                epoch=record["seen"] / self._images,
                 batch=told.step.batch,
                 loss=told.loss,
                 rate=rate,
@@ -136,7 +147,6 @@ class Log:
             return
         self._file.write(json.dumps({"kind": kind, **record}) + "\n")
         self._file.flush()
-        assert self._board is not None
         for name, value in record.items():
             if name not in ("step", "seen"):
                 self._board.add_scalar(f"{kind}/{name}", value, record["seen"])
@@ -146,7 +156,6 @@ class Log:
             self._progress.stop()
         if self._file is not None:
             self._file.close()
-            assert self._board is not None
             self._board.close()
 
 

@@ -1,8 +1,9 @@
 """Learning-rate schedules: frozen values that are called with the epoch, a float, and give a float.
 
-The clock is images seen (epoch = seen / images in the data set), so a schedule means the same at any
-batch size and needs no state to resume.
-Sources: linear scaling and gradual warm-up, Goyal 2017; polynomial decay and the quadratic ramp, You 2018.
+The clock is images seen (epoch = seen / images in the data set), so a schedule means the same at
+any batch size and needs no state to resume.
+Sources: linear scaling and gradual warm-up, Goyal 2017; polynomial decay and the quadratic ramp,
+You 2018.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import Literal, TypeVar
 
 
 def linear_scaling(reference: float, batch: int, per: int | None = 256) -> float:
-    """The rate for a global `batch` when `reference` is right for `per` images (None: for any batch)."""
+    """The rate for a global `batch` when `reference` is right for `per` images (None: for any
+    batch)."""
     return reference if per is None else reference * batch / per
 
 
 @dataclass(frozen=True)
 class Warmup:
-    """From `start` to `to` in `epochs`, a little every step; quadratic is what LARS's authors ran."""
+    """From `start` to `to` in `epochs`, a little every step; quadratic is what LARS's authors
+    ran."""
 
     epochs: float
     to: float
@@ -42,8 +45,8 @@ class Constant:
 
 @dataclass(frozen=True)
 class Poly:
-    """From `start` to `end` as (1 - t)^power. `skip` epochs of the decay count as gone at its beginning:
-    Caffe's poly policy counts from the first iteration of the run, warm-up included."""
+    """From `start` to `end` as (1 - t)^power. `skip` epochs of the decay count as gone at its
+    beginning: Caffe's poly policy counts from the first iteration of the run, warm-up included."""
 
     epochs: float
     power: float = 2.0
@@ -53,7 +56,7 @@ class Poly:
 
     def __call__(self, epoch: float) -> float:
         left = 1.0 - _gone(epoch + self.skip, self.epochs + self.skip)
-        return self.end + (_known(self) - self.end) * left**self.power
+        return self.end + (_known(self) - self.end) * math.pow(left, self.power)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ class Steps:
 
 @dataclass(frozen=True)
 class Join:
-    """Pieces one after another, each called with the epochs since its own beginning; made by `join`."""
+    """Pieces one after another, each called with the epochs since its own beginning; made by
+    `join`."""
 
     pieces: tuple[Piece, ...]
 
@@ -126,6 +130,7 @@ def _gone(epoch: float, epochs: float) -> float:
 def _known(piece: P) -> float:
     if piece.start is None:
         raise ValueError(
-            f"{type(piece).__name__.lower()} has no start: give start=, or join it to a piece before it"
+            f"{type(piece).__name__.lower()} has no start: give start=, or join it to a piece "
+            f"before it"
         )
     return piece.start

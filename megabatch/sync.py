@@ -1,8 +1,9 @@
-"""Summing gradients: along one tree whatever the number of workers, in buckets, while backward goes on.
+"""Summing gradients: along one tree whatever the number of workers, in buckets, while backward
+goes on.
 
-`GradientSum` is the bucket engine. Each micro-batch's gradients are copied into flat buckets, last layer
-first; inside a worker they are summed along the tree of batch.py; when a bucket is full for the last
-time in a step it leaves for the other workers, always in the same order on all of them.
+`GradientSum` is the bucket engine. Each micro-batch's gradients are copied into flat buckets, last
+layer first; inside a worker they are summed along the tree of batch.py; when a bucket is full for
+the last time in a step it leaves for the other workers, always in the same order on all of them.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ def tree_all_reduce(
 ) -> Tensor:
     """The sum of `count` micro-batches along the tree: the same bits for any number of workers.
 
-    `rows` holds this worker's largest nodes, one a row (no row when it was dealt nothing). Every worker
-    owns a slice: it receives that slice of all nodes, finishes the tree and sends the sum to all.
-    `own` is one row more from each worker, added after the tree: for flags, which any order sums exactly.
+    `rows` holds this worker's largest nodes, one a row (no row when it was dealt nothing). Every
+    worker owns a slice: it receives that slice of all nodes, finishes the tree and sends the sum
+    to all. `own` is one row more from each worker, added after the tree: for flags, which any
+    order sums exactly.
     """
     if cluster.world == 1:
         return rows[0] if own is None else rows[0] + own
@@ -43,7 +45,8 @@ def tree_all_reduce(
     sizes = [len(held) + (own is not None) for held in nodes]
     incoming = rows.new_empty(sum(sizes), chunk)
     dist.all_to_all_single(incoming, outgoing, sizes, [len(rows)] * world)
-    parts, owns = {}, []
+    parts: dict[Node, Tensor] = {}
+    owns: list[Tensor] = []
     for held, received in zip(nodes, incoming.split(sizes), strict=True):
         parts.update(zip(held, received, strict=False))
         owns += received[len(held) :]
@@ -56,7 +59,8 @@ def tree_all_reduce(
 
 
 def backend_all_reduce(rows: Tensor, own: Tensor | None = None) -> Tensor:
-    """The same sum by the backend's own all-reduce: faster, in an order that depends on the workers."""
+    """The same sum by the backend's own all-reduce: faster, in an order that depends on the
+    workers."""
     total = rows[0] if len(rows) == 1 else rows.sum(0)
     if own is not None:
         total = total + own
@@ -65,7 +69,8 @@ def backend_all_reduce(rows: Tensor, own: Tensor | None = None) -> Tensor:
 
 
 class TreeSum:
-    """The running sum of one flat vector over this worker's micro-batches, bracketed as the tree says."""
+    """The running sum of one flat vector over this worker's micro-batches, bracketed as the tree
+    says."""
 
     def __init__(self, length: int, like: Tensor) -> None:
         self._length, self._like = length, like
@@ -74,7 +79,8 @@ class TreeSum:
         self.begin(0, (0, 0))
 
     def begin(self, count: int, dealt: Node) -> None:
-        """Start a sum over `count` micro-batches of which those in `dealt` are pushed here, in order.
+        """Start a sum over `count` micro-batches of which those in `dealt` are pushed here, in
+        order.
 
         The vectors of the sum before are free again.
         """
@@ -138,10 +144,9 @@ class Bucket:
     def collect(self) -> Tensor:
         """Move the parameters' gradients into the tree; returns their sum of squares."""
         flat = self.tree.fresh()
-        for p in self.parameters:
-            if p.grad is None:  # not reached by this backward pass
-                p.grad = torch.zeros_like(p)
-        torch._foreach_copy_(self.views(flat), [p.grad for p in self.parameters])
+        # Backward may not have reached all of them.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        torch._foreach_copy_(self.views(flat), gradients)
         for p in self.parameters:
             p.grad = None
         self.missing = len(self.parameters)
@@ -151,8 +156,8 @@ class Bucket:
 
 
 def buckets_of(parameters: Iterable[nn.Parameter], limit_bytes: float) -> list[Bucket]:
-    """Buckets of one dtype each and about limit_bytes, the last parameters (whose gradients come first)
-    in the first bucket."""
+    """Buckets of one dtype each and about limit_bytes, the last parameters (whose gradients come
+    first) in the first bucket."""
     buckets: list[list[nn.Parameter]] = []
     nbytes = 0
     for p in reversed(list(parameters)):
@@ -166,7 +171,8 @@ def buckets_of(parameters: Iterable[nn.Parameter], limit_bytes: float) -> list[B
 
 
 class Lane:
-    """Where communication runs beside backward: a thread on CPU, a stream on CUDA; in order in both."""
+    """Where communication runs beside backward: a thread on CPU, a stream on CUDA; in order in
+    both."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -192,12 +198,13 @@ class Lane:
 
 
 class GradientSum:
-    """The bucket engine: begin(count), backward(...) for each micro-batch dealt here, then finish().
+    """The bucket engine: begin(count), backward(...) for each micro-batch dealt here, then
+    finish().
 
     After finish() the .grad of every trainable parameter is the sum over the global batch, on every
-    worker, until the next begin(). The control vector rides behind the last bucket: entry 0 is the sum
-    of the squared norms of the micro-batches' gradients, entry 1 the number of workers told to stop;
-    what else it holds is the caller's.
+    worker, until the next begin(). The control vector rides behind the last bucket: entry 0 is the
+    sum of the squared norms of the micro-batches' gradients, entry 1 the number of workers told to
+    stop; what else it holds is the caller's.
     """
 
     RESERVED = 2
@@ -225,7 +232,8 @@ class GradientSum:
                 p.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
 
     def begin(self, count: int) -> tuple[int, int]:
-        """Start a step of `count` micro-batches; returns which of them, [first, last), are dealt here."""
+        """Start a step of `count` micro-batches; returns which of them, [first, last), are dealt
+        here."""
         dealt = deal(count, self._cluster.world)[self._cluster.rank]
         for bucket in self._buckets:
             bucket.begin(count, dealt)

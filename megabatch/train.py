@@ -1,4 +1,5 @@
-"""Training: train(config) is the loop, read from top to bottom; evaluate counts every image once."""
+"""Training: train(config) is the loop, read from top to bottom; evaluate counts every image
+once."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from megabatch.optim import LARS, parameter_groups
 from megabatch.sync import GradientSum, TreeSum
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-# The control vector after its reserved entries: loss sum, top-1 count, top-5 count, then batch norm's.
+# The control vector after its reserved entries: loss sum, top-1 count, top-5 count, then batch
+# norm's.
 _COUNTS = 3
 
 
@@ -66,11 +68,11 @@ def train(
 ) -> Summary:
     """Train as the config says; every worker of the cluster calls it.
 
-    `model` is a module of your own (changed in place: batch norm by spans, keyed dropout, moved to the
-    device). `data` is a map-style data set of (image, label), of which a share is held out by hash, or
-    a pair (train, val). Without `out` nothing is written.
+    `model` is a module of your own (changed in place: batch norm by spans, keyed dropout, moved to
+    the device). `data` is a map-style data set of (image, label), of which a share is held out by
+    hash, or a pair (train, val). Without `out` nothing is written.
     """
-    config = _named_parts(config, model, data).check()
+    config = _with_own_parts(config, model, data).check()
     cluster = cluster or Cluster.from_env()
     folder = None if out is None else Path(out)
     with (
@@ -101,7 +103,7 @@ def train(
         images, total = len(train_set), config.epochs * len(train_set)
         if cluster.first and not quiet:
             show_table(config.derived(images, cluster.world), f"megabatch train {config.name}")
-        log = Log(config, folder if cluster.first else None, quiet or not cluster.first, total)
+        log = Log(config, images, folder if cluster.first else None, quiet or not cluster.first)
         loader = Loader(train_set, config, cluster, _DTYPES[config.precision])
         ending.callback(log.close)
         ending.callback(loader.close)
@@ -148,7 +150,7 @@ def train(
             last = seen >= total
             paused = time.monotonic()
             if last or _due(step.epoch, epoch, config.eval_every):
-                result = evaluate(net, val_set, config, cluster)
+                result = score(net, val_set, config, cluster)
                 log.evaluation(index, seen, epoch, result)
                 if config.target_accuracy is not None and result["top1"] >= config.target_accuracy:
                     ended = "target"
@@ -199,11 +201,49 @@ def prepare(
     return net
 
 
+def evaluate(
+    run: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    data: Any = None,
+    *,
+    cluster: Cluster | None = None,
+) -> dict[str, Any]:
+    """Top-1, top-5 and loss of a run's newest checkpoint; every worker of the cluster calls it.
+
+    A run of your own module or data needs them again.
+    """
+    written = Path(run) / "config.json"
+    if not written.exists():
+        raise UserError(f"{run} is not the folder of a run: it has no config.json")
+    config = Config.from_json(written.read_text())
+    for own, given, word in ((config.model, model, "model"), (config.data.source, data, "data")):
+        if own.startswith("own") and given is None:
+            raise UserError(
+                f"{run} was trained with {word} of its caller's: evaluate it from Python, "
+                f"megabatch.evaluate(run, {word}=...)"
+            )
+    found = checkpoint.newest(Path(run) / "checkpoints")
+    if found is None:
+        raise UserError(f"{run} has no good checkpoint to evaluate")
+    cluster = cluster or Cluster.from_env()
+    with _settings(config, cluster):
+        _, val_set = open_sources(config, data)
+        net = prepare(config, cluster, val_set.classes, model)
+        checkpoint.load_weights(found, net)
+        result = score(net, val_set, config, cluster)
+    return {
+        **result,
+        "seen": checkpoint.seen(found),
+        "checkpoint": str(found),
+        "world": cluster.world,
+    }
+
+
 @torch.no_grad()
-def evaluate(net: nn.Module, source: Source, config: Config, cluster: Cluster) -> dict[str, float]:
+def score(net: nn.Module, source: Source, config: Config, cluster: Cluster) -> dict[str, float]:
     """Top-1, top-5 and loss over all images, each counted once on whichever worker has it."""
     net.eval()
-    # Each micro-batch is a leaf of the tree, so that the loss too is the same on any number of workers.
+    # Each micro-batch is a leaf of the tree: the loss too is the same on any number of workers.
     count = -(-len(source) // config.micro)
     total = TreeSum(_COUNTS, torch.empty(0, dtype=_DTYPES[config.precision], device=cluster.device))
     total.begin(count, deal(count, cluster.world)[cluster.rank])
@@ -217,7 +257,8 @@ def evaluate(net: nn.Module, source: Source, config: Config, cluster: Cluster) -
 def _forward(
     net: nn.Module, micro: MicroBatch, batch: int, config: Config
 ) -> tuple[Tensor, Tensor]:
-    """A micro-batch's loss, as its part of the mean over the global batch, and its control numbers."""
+    """A micro-batch's loss, as its part of the mean over the global batch, and its control
+    numbers."""
     set_positions(net, micro.positions)
     # For randomness of a caller's own module: torch's generator is keyed by position too.
     torch.manual_seed(keyed(config.seed, Purpose.GENERATOR, micro.first))
@@ -239,15 +280,12 @@ def _due(before: float, after: float, every: float) -> bool:
     return every > 0 and int(after / every) > int(before / every)
 
 
-def _named_parts(config: Config, model: nn.Module | None, data: Any) -> Config:
+def _with_own_parts(config: Config, model: nn.Module | None, data: Any) -> Config:
     """The config as it is saved: a module or data of the caller's own are named as such."""
     if model is not None:
         config = replace(config, model=f"own {type(model).__name__}")
-    elif config.model not in models.names():
-        try:
-            models.check(config.model, config.data.size)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+    if data is not None:
+        config = replace(config, data=replace(config.data, source="own"))
     return config
 
 
@@ -264,32 +302,41 @@ def _begin(
     state: dict[str, Any] = {"seen": 0, "steps": 0, "seconds": 0.0, "evaluation": nothing}
     if folder is None:
         if resume:
-            raise UserError("resume was asked for but no run folder was named: give --out DIR")
+            raise UserError("resume was asked for but no run folder was named: give out")
         return state
-    written = folder / "config.json"
-    if written.exists() and not resume:
-        raise UserError(
-            f"{folder} holds a run already: add --resume to go on, or name another --out"
-        )
-    if written.exists():
-        _same_run(Config.from_json(written.read_text()), config, folder)
-        found = checkpoint.newest(folder / "checkpoints")
-        if found is not None:
-            state = checkpoint.load(found, net, optimizer)
-    cluster.barrier()  # all have looked before the first writes
+
+    def choose() -> Path | None:
+        written = folder / "config.json"
+        if written.exists() and not resume:
+            raise UserError(
+                f"{folder} holds a run already: add --resume to go on with it, or name another "
+                f"--out"
+            )
+        if written.exists():
+            _same_run(Config.from_json(written.read_text()), config, folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            written.write_text(config.to_json())
+            (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"the run folder {folder} cannot be written: {error.strerror}"
+            ) from error
+        return checkpoint.newest(folder / "checkpoints")
+
+    found = cluster.agree(choose)
+    if found is not None:
+        state = checkpoint.load(found, net, optimizer)
     if cluster.first:
-        folder.mkdir(parents=True, exist_ok=True)
-        written.write_text(config.to_json())
-        (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
         drop_after(folder / "metrics.jsonl", state["seen"])
     return state
 
 
 def _same_run(before: Config, now: Config, folder: Path) -> None:
     """A run goes on as it began: what shapes the result may not change."""
-    free = dict(eval_every=0, save_every=0, keep=1, target_accuracy=None, deterministic=False)
-    old, new = (asdict(replace(config, **free)) for config in (before, now))
-    for name in old:
+    free = {"eval_every", "save_every", "keep", "target_accuracy", "bucket_mb"}
+    old, new = asdict(before), asdict(now)
+    for name in sorted(old.keys() - free):
         if old[name] != new[name]:
             raise UserError(
                 f"{folder} was begun with {name} {old[name]} but {new[name]} is asked for now: "
@@ -299,7 +346,8 @@ def _same_run(before: Config, now: Config, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _settings(config: Config, cluster: Cluster) -> Iterator[None]:
-    """Threads and kernels: fixed ones for a deterministic run, an even share of the cores otherwise."""
+    """Threads and kernels: fixed ones for a deterministic run, otherwise a fair share of the
+    cores."""
     threads = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0))
     if config.deterministic:

@@ -1,1 +1,2 @@
-"""Images: sources that read them by index, keyed augmentation, and the loader that deals them out."""
+"""Images: sources that read them by index, keyed augmentation, and the loader that deals them
+out."""

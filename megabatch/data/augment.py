@@ -1,4 +1,5 @@
-"""Augmentation as a function of draws: numbers in [0, 1) keyed by an image's position in the stream.
+"""Augmentation as a function of draws: numbers in [0, 1) keyed by an image's position in the
+stream.
 
 Crops are chosen before an image is resized (by the source, while it decodes); what works on whole
 batches of equal size (flip, shift, normalisation) runs on the device.
@@ -79,7 +80,8 @@ def augment(images: Tensor, positions: Tensor, data: Data, seed: int) -> Tensor:
 def normalise(
     images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype
 ) -> Tensor:
-    """uint8 images as numbers of about mean 0 and deviation 1; floats are the caller's own business."""
+    """uint8 images as numbers of about mean 0 and deviation 1; floats are the caller's own
+    business."""
     if images.dtype != torch.uint8:
         return images.to(dtype)
     shape = (1, -1, 1, 1)

@@ -27,7 +27,8 @@ def digits(data: Data) -> Memory:
 
 
 def synthetic(config: Config) -> Memory:
-    """Noise with a faint pattern a class, so that there is something to learn; a function of the seed."""
+    """Noise with a faint pattern a class, so that there is something to learn; a function of the
+    seed."""
     data, seed = config.data, config.seed
     pixels = data.channels * data.size * data.size
     labels = torch.arange(data.images) % data.classes

@@ -17,7 +17,8 @@ _SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
 class Folder:
-    """One part (train or val) of a folder of images; classes are its sub-folders in order of name."""
+    """One part (train or val) of a folder of images; classes are its sub-folders in order of
+    name."""
 
     def __init__(self, data: Data, part: str) -> None:
         root = Path(data.path) / part
@@ -41,8 +42,8 @@ class Folder:
         self.classes = len(self.names)
         # Of ImageNet; the usual figures for photographs.
         colour = data.channels == 3
-        self.mean = (0.485, 0.456, 0.406) if colour else (0.45,)
-        self.std = (0.229, 0.224, 0.225) if colour else (0.225,)
+        self.mean: tuple[float, ...] = (0.485, 0.456, 0.406) if colour else (0.45,)
+        self.std: tuple[float, ...] = (0.229, 0.224, 0.225) if colour else (0.225,)
 
     def __len__(self) -> int:
         return len(self.paths)

@@ -1,8 +1,8 @@
 """The loader: a step of the run -> this worker's micro-batches, read ahead in the background.
 
-The stream of micro-batches is endless and belongs to nobody: micro-batch m holds the images at positions
-[m * micro, (m + 1) * micro). Which of them a worker reads is decided by the step alone, so any number of
-workers reads the same batches and any position is reached at once.
+The stream of micro-batches is endless and belongs to nobody: micro-batch m holds the images at
+positions [m * micro, (m + 1) * micro). Which of them a worker reads is decided by the step alone,
+so any number of workers reads the same batches and any position is reached at once.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Images (n, channels, size, size) and labels (n,); row i of draws is image i's randomness."""
+        """Images (n, channels, size, size) and labels (n,); row i of draws is image i's
+        randomness."""
         ...
 
 
@@ -60,9 +61,11 @@ class Part:
 
 
 class MapStyle:
-    """Anyone's map-style data set: items are (image, label), an image a tensor, an array or PIL's."""
+    """Anyone's map-style data set: items are (image, label), an image a tensor, an array or
+    PIL's."""
 
-    mean = std = (0.5,)
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.25,)
 
     def __init__(self, dataset: Any, classes: int) -> None:
         self._dataset = dataset
@@ -89,21 +92,23 @@ def _as_image(image: Any) -> Tensor:
 
 
 def hold_out(source: Source, share: float) -> tuple[Source, Source]:
-    """Two parts, the second a share of the images chosen by hash: the same whatever the run's seed."""
+    """Two parts, the second a share of the images chosen by hash: the same whatever the run's
+    seed."""
     order = torch.as_tensor(keyed(0, Purpose.HOLD_OUT, torch.arange(len(source)))).argsort(
         stable=True
     )
     held = round(share * len(source))
     if not 0 < held < len(source):
         raise UserError(
-            f"a share of {share:g} of {len(source)} images leaves nothing to hold out or to train on: "
-            f"change --data.val_share"
+            f"a share of {share:g} of {len(source)} images leaves nothing to hold out or to "
+            f"train on: change --data.val_share"
         )
     return Part(source, order[held:].sort().values), Part(source, order[:held].sort().values)
 
 
 def open_sources(config: Config, data: Any = None) -> tuple[Source, Source]:
-    """The training and the validation images of a run; `data` is a caller's own set, or two of them."""
+    """The training and the validation images of a run; `data` is a caller's own set, or two of
+    them."""
     if data is not None:
         if isinstance(data, tuple | list) and len(data) == 2:
             train, val = (MapStyle(part, config.data.classes) for part in data)
@@ -113,6 +118,10 @@ def open_sources(config: Config, data: Any = None) -> tuple[Source, Source]:
         from megabatch.data.folder import open_folder
 
         return open_folder(config.data)
+    if config.data.source == "own":
+        raise UserError(
+            "data.source is own but no data was given: megabatch.train(config, data=...)"
+        )
     from megabatch.data import builtin
 
     whole = (

@@ -1,0 +1,57 @@
+"""The command: megabatch VERB ... Only the verb that was asked for is imported and parsed."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from megabatch.cluster import WorkerFailed
+from megabatch.config import UserError, nearest
+
+DONE, FAILED, MISTAKE, STOPPED = 0, 1, 2, 3
+
+# Each verb is a module of megabatch.verbs with a function run(arguments) -> exit status.
+VERBS = {
+    "train": "train a recipe, on local workers or under torchrun, srun or mpirun",
+    "evaluate": "evaluate the newest checkpoint of a run",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    verb = arguments[0] if arguments else "--help"
+    try:
+        if verb in ("-h", "--help"):
+            return _help()
+        if verb in ("-V", "--version"):
+            return _version()
+        if verb not in VERBS:
+            raise UserError(f"there is no verb {verb!r}: {nearest(verb, VERBS)}")
+        status: int = import_module(f"megabatch.verbs.{verb}").run(arguments[1:])
+        return status
+    except UserError as error:
+        print(f"megabatch: {error}", file=sys.stderr)
+        return MISTAKE
+    except WorkerFailed as error:
+        print(f"megabatch: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _help() -> int:
+    print("usage: megabatch VERB ...\n")
+    for verb, says in VERBS.items():
+        print(f"  {verb:10} {says}")
+    print("\nmegabatch VERB --help says more.")
+    return DONE
+
+
+def _version() -> int:
+    import megabatch
+
+    print(f"megabatch {megabatch.__version__}")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""megabatch train RECIPE: on local workers, or as one worker of a launcher's."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from megabatch import recipes
+from megabatch.cli import DONE, STOPPED
+from megabatch.cluster import Cluster, run_local, under_launcher
+from megabatch.config import Config, UserError
+from megabatch.verbs.parsing import parse
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a run is started; what shapes its result is the config's."""
+
+    workers: int | None = None
+    """local workers (None: one a GPU, or four without a GPU; under a launcher: the launcher's)"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the workers compute"""
+    out: str | None = None
+    """the run's folder (None: runs/NAME-DATE)"""
+    resume: bool = False
+    """go on from the newest checkpoint in --out; from the beginning if there is none yet"""
+    json: bool = False
+    """the last line on standard output is the result as one JSON object"""
+
+
+@dataclass(frozen=True)
+class TrainFlags:
+    launch: Annotated[Launch, tyro.conf.arg(name="")]
+    config: Annotated[Config, tyro.conf.arg(name="")]
+
+
+def run(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        if "-h" in arguments or "--help" in arguments:
+            return _help()
+        raise UserError(f"train needs a recipe: one of {', '.join(recipes.RECIPES)}")
+    config, launch = _flags(arguments[0], arguments[1:])
+    if launch.resume and launch.out is None:
+        raise UserError("--resume needs --out: name the folder of the run that is to go on")
+    out = launch.out or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    call = (config, launch.device, out, launch.resume)
+    if under_launcher():
+        if launch.workers is not None:
+            raise UserError("--workers starts local workers, but a launcher has started these")
+        first, summary = train_here(*call)
+    else:
+        workers = _local_workers(launch.device) if launch.workers is None else launch.workers
+        if workers < 1:
+            raise UserError(f"--workers is {workers}; at least one is needed")
+        once = workers == 1
+        first, summary = train_here(*call) if once else run_local(workers, train_here, *call)
+    if first:
+        _say(summary)
+        if launch.json:
+            print(json.dumps(summary), flush=True)
+    return STOPPED if summary["ended"] == "stopped" else DONE
+
+
+def train_here(config: Config, device: str, out: str, resume: bool) -> tuple[bool, dict[str, Any]]:
+    """The work of one worker: whether it is the first, and the summary."""
+    from megabatch.train import train
+
+    cluster = Cluster.from_env(device=device)
+    try:
+        return cluster.first, asdict(train(config, cluster=cluster, out=out, resume=resume))
+    finally:
+        cluster.leave()
+
+
+def _flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
+    def read(config: Config) -> TrainFlags:
+        return parse(TrainFlags, f"train {name}", arguments, TrainFlags(Launch(), config))
+
+    recipe = recipes.named(name)
+    asked = read(recipe).config
+    changed = {
+        field: getattr(asked, field)
+        for field in ("epochs", "batch")
+        if getattr(asked, field) != getattr(recipe, field)
+    }
+    # Another length or batch stretches the whole recipe; what is given explicitly still wins.
+    flags = read(recipe.resized(**changed))
+    return flags.config.check(), flags.launch
+
+
+def _local_workers(device: str) -> int:
+    """One worker a GPU, counted without loading CUDA here; four where there is none."""
+    if device == "cpu":
+        return 4
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name]) or 4
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or 4
+
+
+def _say(summary: dict[str, Any]) -> None:
+    how = {
+        "finished": "finished",
+        "target": "reached the target",
+        "stopped": "stopped on request (--resume goes on)",
+    }[summary["ended"]]
+    print(
+        f"{how}: top-1 {summary['top1']:.2%}, {summary['steps']:,} steps, "
+        f"{summary['seen']:,} images in {summary['seconds']:.1f} s "
+        f"({summary['images_per_second']:,.0f} images/s) "
+        f"on {summary['world']} worker{'s' if summary['world'] > 1 else ''}; {summary['out']}",
+        file=sys.stderr,
+    )
+
+
+def _help() -> int:
+    print("usage: megabatch train RECIPE [OPTIONS]\n\nrecipes:")
+    for name, recipe in recipes.RECIPES.items():
+        print(f"  {name:18} {(recipe.__doc__ or '').strip().splitlines()[0]}")
+    print("\nmegabatch train RECIPE --help lists the options with the recipe's values.")
+    return DONE
