@@ -14,6 +14,7 @@ DONE, FAILED, MISTAKE, STOPPED = 0, 1, 2, 3
 VERBS = {
     "train": "train a recipe, on local workers or under torchrun, srun or mpirun",
     "evaluate": "evaluate the newest checkpoint of a run",
+    "bench": "measure this machine: the parts against their alternatives",
 }
 
 

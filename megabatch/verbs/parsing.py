@@ -24,14 +24,13 @@ def parse(
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            flags: Flags = tyro.cli(
+            return tyro.cli(
                 kind,
                 prog=f"megabatch {words}",
                 args=arguments,
+                default=tyro.MISSING_NONPROP if default is None else default,
                 registry=registry,
-                **({} if default is None else {"default": default}),
             )
-            return flags
     except SystemExit as end:
         if end.code in (0, None):
             raise
@@ -39,7 +38,7 @@ def parse(
 
 
 def _sentence(box: str, way_out: str) -> str:
-    """The first part of tyro's framed message in one line, with the nearest flag if it names one."""
+    """The first part of tyro's framed message as one line, with the nearest flag if it has one."""
     parts = [""]
     for line in (line.strip(" │╭╮╰╯") for line in box.splitlines()[1:]):
         if line.startswith("──"):
@@ -47,7 +46,7 @@ def _sentence(box: str, way_out: str) -> str:
         else:
             parts[-1] += f" {line}"
     sentence = parts[0].strip().rstrip(".")
-    near = re.search(r"similar to \S+\s+(--\S+)", " ".join(parts[1:]))
+    near = re.search(r"(?:similar to \S+|Perhaps you meant:)\s+(--[\w.-]+)", " ".join(parts[1:]))
     hint = f"did you mean {near[1]}? " if near else ""
     return f"{sentence}: {hint}{way_out} lists what there is"
 

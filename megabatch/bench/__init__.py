@@ -1,0 +1,1 @@
+"""Measurements of this machine, one module each with a function run(arguments) -> exit status."""

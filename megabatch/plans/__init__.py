@@ -1,0 +1,51 @@
+"""An all-reduce is a value: a tuple of phases, lowered to messages that are proved, priced and run.
+
+Read phase, axis, grid, then proof and price; docs/algorithms.md names the papers and counts the
+steps and bytes of each plan, and `python -m megabatch.plans` prints its table.
+"""
+
+from megabatch.plans.grid import Group, Move, Stage, lower, stages
+from megabatch.plans.message import Message, Slice
+from megabatch.plans.phase import (
+    BLUECONNECT,
+    HIERARCHICAL,
+    PLANS,
+    RING,
+    THREE_PHASE,
+    TORUS,
+    Phase,
+    Plan,
+    check,
+    through,
+)
+from megabatch.plans.price import Leg, Wire, table, wire
+from megabatch.plans.proof import Tree, bracketing, follows_tree, prove, verify
+
+__all__ = [
+    "BLUECONNECT",
+    "HIERARCHICAL",
+    "PLANS",
+    "RING",
+    "THREE_PHASE",
+    "TORUS",
+    "Group",
+    "Leg",
+    "Message",
+    "Move",
+    "Phase",
+    "Plan",
+    "Slice",
+    "Stage",
+    "Tree",
+    "Wire",
+    "bracketing",
+    "check",
+    "follows_tree",
+    "lower",
+    "prove",
+    "stages",
+    "table",
+    "through",
+    "verify",
+    "wire",
+]

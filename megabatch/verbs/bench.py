@@ -1,0 +1,23 @@
+"""megabatch bench WHAT: each is a module of megabatch.bench with a function run(arguments)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from megabatch.cli import DONE
+from megabatch.config import UserError, nearest
+
+BENCHES: dict[str, str] = {}
+
+
+def run(arguments: list[str]) -> int:
+    what = arguments[0] if arguments else "--help"
+    if what in ("-h", "--help"):
+        print("usage: megabatch bench WHAT [OPTIONS]\n")
+        for name, says in BENCHES.items():
+            print(f"  {name:10} {says}")
+        return DONE
+    if what not in BENCHES:
+        raise UserError(f"there is no bench {what!r}: {nearest(what, BENCHES)}")
+    status: int = import_module(f"megabatch.bench.{what}").run(arguments[1:])
+    return status
