@@ -1,0 +1,37 @@
+# make train   set up, then train on the embedded digits: four workers, LARS, a growing batch
+# make test    set up, lint, types, tests
+PYTHON ?= python3
+BIN := .venv/bin
+WORKERS ?= 4
+
+.PHONY: install train test test-systems lint bench clean
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "megabatch needs Python 3.11 or newer; set PYTHON="; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+train: install
+	$(BIN)/megabatch train digits --workers $(WORKERS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -n 2 --dist worksteal -m "not systems and not gpu"
+
+# What needs root, namespaces, browsers or schedulers.
+test-systems: install
+	scripts/install-systems.sh
+	$(BIN)/pytest -m systems
+
+bench: install
+	$(BIN)/python benchmarks/lars.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
