@@ -19,7 +19,7 @@ _HOMES = {
     ],
     "megabatch.optim": ["LARS", "LAMB", "parameter_groups"],
     "megabatch.cluster": ["Cluster"],
-    "megabatch.train": ["train", "evaluate", "Summary"],
+    "megabatch.training": ["train", "evaluate", "Summary"],
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _ROOMS = ("recipes", "plans", "models")
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"megabatch.{name}")
     if name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
-        globals()[name] = value  # a room may be called like the name it holds: train
+        globals()[name] = value
         return value
     raise AttributeError(f"module 'megabatch' has no attribute {name!r}")
 

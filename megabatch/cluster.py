@@ -10,10 +10,15 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
+import re
 import signal
+import sys
 import tempfile
 import threading
+import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
 
 # Imported once in the server that workers are forked from: four workers start in under a second.
 # Imports only; neither CUDA nor OpenMP survives a fork, so no tensor is touched there.
-_PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.optim", "megabatch.train"]
+_PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.optim", "megabatch.training"]
 
 
 T = TypeVar("T")
@@ -74,23 +79,7 @@ class Cluster:
         else:
             chosen = torch.device("cpu")
         if place.world > 1 and not dist.is_initialized():
-            store = os.environ.get("MEGABATCH_STORE")
-            if store is None:
-                os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world))
-                os.environ.setdefault("MASTER_PORT", "29500")
-                if "MASTER_ADDR" not in os.environ:
-                    raise UserError(
-                        f"this is worker {place.rank} of {place.world} but nothing says where "
-                        f"they meet: set MASTER_ADDR to the first host, or MEGABATCH_STORE to a "
-                        f"file all can reach"
-                    )
-            dist.init_process_group(
-                "nccl" if chosen.type == "cuda" else "gloo",
-                store=dist.FileStore(store, place.world) if store else None,
-                rank=place.rank,
-                world_size=place.world,
-                timeout=timedelta(seconds=timeout_seconds),
-            )
+            _meet(place, "nccl" if chosen.type == "cuda" else "gloo", timeout_seconds)
         return cls(place.rank, place.world, place.local_rank, place.local_world, chosen, grid)
 
     @property
@@ -124,9 +113,15 @@ class Cluster:
         return decision
 
     def leave(self) -> None:
+        """End the process group; while an error is on its way out, leave that to the process's end.
+
+        The others fail of closed connections. Closed too early, they would be heard before the
+        worker whose error it was.
+        """
         import torch.distributed as dist
 
-        if self.world > 1 and dist.is_initialized():
+        failing = sys.exc_info()[0] is not None
+        if self.world > 1 and dist.is_initialized() and not failing:
             dist.destroy_process_group()
 
 
@@ -138,34 +133,96 @@ class _Place:
     local_world: int
 
 
-# How each launcher says rank, world, local rank and local world. The last two may be missing.
-_LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
-    "Open MPI": (
+# How each launcher says rank, world and, where it does, local rank and local world. The first row
+# that is there whole counts, so what runs innermost comes first: in a Slurm job mpirun and mpiexec
+# start a daemon on each node by srun, and the workers inherit the daemons' variables beside their
+# own. (A batch script has SLURM_PROCID too, but it is no step: nothing has been started yet.)
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun; local workers, below
+    ("RANK", "WORLD_SIZE"),
+    (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-}
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH's and Intel's Hydra
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+def _launcher(environ: Mapping[str, str]) -> tuple[str, ...]:
+    return next((row for row in _LAUNCHERS if all(name in environ for name in row)), ())
 
 
 def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher started this process as one of several workers, or says that it is
     alone."""
-    return any(rank in environ and world in environ for rank, world, *_ in _LAUNCHERS.values())
+    return bool(_launcher(environ))
 
 
 def _place(environ: Mapping[str, str]) -> _Place:
-    for rank, world, local_rank, local_world in _LAUNCHERS.values():
-        if rank in environ and world in environ:
-            here = int(environ.get(local_rank, environ[rank]))
-            # Slurm writes tasks per node as "4(x2),3": the first figure is what a row holds.
-            local = environ.get(local_world, environ[world]).split("(")[0].split(",")[0]
-            return _Place(int(environ[rank]), int(environ[world]), here, int(local))
-    return _Place(0, 1, 0, 1)
+    names = _launcher(environ)
+    if not names:
+        return _Place(0, 1, 0, 1)
+    figures = []
+    for name in names:
+        # Slurm writes tasks per node as "4(x2),3": the first figure is what a row holds.
+        figure = re.match(r"\d+(?=\(x\d+\)|,|$)", environ[name])
+        if figure is None:
+            raise UserError(f"{name} is {environ[name]!r}, not a number")
+        figures.append(int(figure[0]))
+    rank, world = figures[:2]
+    if rank >= world:
+        raise UserError(f"{names[0]} is {rank} but {names[1]} is {world}: ranks count from 0")
+    local_rank, local_world = figures[2:] or (rank, world)
+    return _Place(rank, world, local_rank, local_world)
+
+
+# --- where workers meet ------------------------------------------------------------------------
+
+# What a worker writes into the shared file: the same when a process joins twice, never another's.
+_MARK = uuid.uuid4().hex
+
+
+def _meet(place: _Place, backend: str, timeout_seconds: float) -> None:
+    """Make the process group, at MASTER_ADDR or through the file MEGABATCH_STORE."""
+    import torch.distributed as dist
+
+    who = f"this is worker {place.rank} of {place.world}"
+    timeout = timedelta(seconds=timeout_seconds)
+    path = os.environ.get("MEGABATCH_STORE")
+    store = None
+    if path is not None:
+        try:
+            store = dist.FileStore(path, place.world)
+            mark = store.compare_set(f"megabatch {place.rank}", "", _MARK).decode()
+        except RuntimeError as error:
+            raise UserError(f"MEGABATCH_STORE, {path}, cannot be used: {error}") from None
+        if mark != _MARK:
+            # It holds addresses of workers that are gone; dialling them fails only in the end.
+            raise UserError(
+                f"{who} but another one was: {path} is left from another run; set MEGABATCH_STORE "
+                f"to a file that does not exist yet"
+            )
+    elif "MASTER_ADDR" not in os.environ:
+        raise UserError(
+            f"{who} but nothing says where they meet: set MASTER_ADDR to the first host, or "
+            f"MEGABATCH_STORE to a file all can reach"
+        )
+    # Two Slurm jobs may share their first host.
+    job = int(os.environ.get("SLURM_JOB_ID", 9500))
+    os.environ.setdefault("MASTER_PORT", str(20000 + job % 10000))
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout
+        )
+    except dist.DistNetworkError as error:
+        raise UserError(
+            f"{who} but they cannot meet at MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT "
+            f"{os.environ['MASTER_PORT']}: {str(error).splitlines()[0]}"
+        ) from None
 
 
 # --- local workers -----------------------------------------------------------------------------
@@ -184,75 +241,101 @@ def run_local(workers: int, function: Callable[..., Any], *arguments: Any) -> An
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    with tempfile.TemporaryDirectory(prefix="megabatch-") as folder:
-        store = os.path.join(folder, "store")
-        processes, pipes = [], []
+    processes: list[Any] = []
+    pipes: list[Connection] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="megabatch-") as folder,
+        _pass_on_signals(processes),
+        contextlib.ExitStack() as ending,
+    ):
+        ending.callback(_end, processes)
         for rank in range(workers):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_work,
-                args=(rank, workers, store, theirs, function, arguments),
-                name=f"worker {rank}",
-            )
+            start = _Start(rank, workers, os.path.join(folder, "store"), os.getcwd())
+            process = context.Process(target=_work, args=(start, theirs, function, arguments))
             process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        with _pass_on_signals([process.pid for process in processes]):
-            try:
-                return _results(processes, pipes)[0]
-            finally:
-                for process in processes:
-                    process.kill()
-                for process in processes:
-                    process.join()
+        results = _results(processes, pipes)
+        # They have only to leave: time to write what they still hold.
+        for process in processes:
+            process.join(timeout=5)
+        return results[0]
+
+
+def _end(processes: list[Any]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
 
 
 def _results(processes: list[Any], pipes: list[Connection]) -> list[Any]:
-    """Wait for every worker's result, or raise the first failure."""
+    """Wait for every worker's result, or raise the failure that was first."""
     results: dict[int, Any] = {}
     while len(results) < len(processes):
         waiting = {pipes[rank]: rank for rank in range(len(pipes)) if rank not in results}
-        for pipe in wait(list(waiting)):
-            rank = waiting[pipe]  # type: ignore[index]
-            try:
-                kind, value = pipes[rank].recv()
-            except EOFError:
+        said = [(*_said(pipe), waiting[pipe]) for pipe in wait(list(waiting))]  # type: ignore
+        # When one fails the others fail of it. Of what is known now the earliest is the cause; one
+        # that was killed could not say when, but it went before those it made fail.
+        for _, kind, value, rank in sorted(said, key=lambda one: one[0]):
+            who = f"worker {rank} of {len(processes)}"
+            if kind == "end":
                 processes[rank].join()
                 code = processes[rank].exitcode
                 how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-                raise WorkerFailed(f"worker {rank} of {len(processes)} ended {how}") from None
+                raise WorkerFailed(f"{who} ended {how}")
             if kind == "mistake":
                 raise UserError(value)
             if kind == "failure":
-                raise WorkerFailed(f"worker {rank} of {len(processes)} failed:\n{value}")
+                raise WorkerFailed(f"{who} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(processes))]
 
 
+def _said(pipe: Connection) -> tuple[float, str, Any]:
+    try:
+        when, kind, value = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return 0.0, "end", None
+    return when, kind, value
+
+
+@dataclass(frozen=True)
+class _Start:
+    rank: int
+    workers: int
+    store: str
+    folder: str
+
+
 def _work(
-    rank: int,
-    workers: int,
-    store: str,
-    pipe: Connection,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    start: _Start, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # A forked worker begins where its server was started, perhaps long ago and elsewhere.
+    os.chdir(start.folder)
     os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(workers),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(workers),
-        MEGABATCH_STORE=store,
+        RANK=str(start.rank),
+        WORLD_SIZE=str(start.workers),
+        LOCAL_RANK=str(start.rank),
+        LOCAL_WORLD_SIZE=str(start.workers),
+        MEGABATCH_STORE=start.store,
         GLOO_SOCKET_IFNAME="lo",
     )
+
+    def say(kind: str, value: Any) -> None:
+        # Plain pickle: multiprocessing's own would pass tensors as handles that end with this
+        # process.
+        pipe.send_bytes(pickle.dumps((time.monotonic(), kind, value)))
+
     try:
-        pipe.send(("result", function(*arguments)))
+        say("result", function(*arguments))
     except UserError as error:
-        pipe.send(("mistake", str(error)))
+        say("mistake", str(error))
     except BaseException:
-        pipe.send(("failure", traceback.format_exc()))
+        say("failure", traceback.format_exc())
     pipe.close()
 
 
@@ -264,11 +347,11 @@ def _end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _pass_on_signals(pids: list[int | None]) -> Iterator[None]:
+def _pass_on_signals(processes: list[Any]) -> Iterator[None]:
     def pass_on(number: int, frame: object) -> None:
-        for pid in pids:
+        for process in processes:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)  # type: ignore[arg-type]
+                os.kill(process.pid, number)
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -31,7 +31,9 @@ class Warmup:
 
     def __call__(self, epoch: float) -> float:
         gone = _gone(epoch, self.epochs)
-        return self.start + (self.to - self.start) * (gone if self.shape == "linear" else gone**2)
+        if self.shape == "quadratic":
+            gone *= gone
+        return self.start * (1 - gone) + self.to * gone  # exact at both ends
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ def bracket(a, b):
 
 
 def worked_by(count, interval):
-    """What a worker holds after pushing its leaves on a stack as `folds` says: node -> expression."""
+    """What a worker holds after pushing its leaves on a stack as `folds` says: node ->
+    expression."""
     nodes = largest_nodes(count, interval)
     stack, leaf = [], interval[0]
     for completed in (fold for node in nodes for fold in folds(node)):

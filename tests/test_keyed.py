@@ -12,7 +12,8 @@ from megabatch.keyed import Dropout, Purpose, key_dropout, keyed, set_positions,
 
 @given(st.integers(0, 2**62), st.lists(st.integers(0, 2**60), min_size=1, max_size=5))
 def test_tensors_hash_as_integers_do(seed, keys):
-    """Python's integers do not wrap, so they are the reference for the wrapping of int64 tensors."""
+    """Python's integers do not wrap, so they are the reference for the wrapping of int64
+    tensors."""
     plain = keyed(seed, Purpose.CROP, *keys)
     tensors = keyed(seed, Purpose.CROP, *(torch.tensor([key]) for key in keys))
     assert isinstance(plain, int)
@@ -53,7 +54,7 @@ def test_epochs_and_seeds_differ_and_look_random():
 
 def test_uniform_numbers_fill_their_range_evenly():
     drawn = uniform(1, Purpose.FLIP, torch.arange(100_000))
-    assert 0 <= drawn.min() and drawn.max() < 1
+    assert drawn.min() >= 0 and drawn.max() < 1
     counts = torch.histc(drawn, 50, 0, 1)
     chi_squared = ((counts - 2000) ** 2 / 2000).sum().item()
     assert 20 < chi_squared < 100  # 49 degrees of freedom

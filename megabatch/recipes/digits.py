@@ -14,14 +14,16 @@ def digits() -> Config:
     return Config(
         name="digits",
         model="small",
-        epochs=24,
+        epochs=20,
         batch=64,
         micro=16,
         span=16,
-        stages=(Stage(8, 128), Stage(16, 256)),
+        stages=(Stage(8, 128), Stage(14, 256)),
         follow=True,
         label_smoothing=0.1,
         data=Data(source="digits", size=8, channels=1, shift=1),
-        lr=LearningRate(reference=8.0, per=256, warmup=2, decay="poly", power=2),
-        optimizer=Optimizer(momentum=0.9, weight_decay=1e-4, trust=0.001, share=0.1),
+        lr=LearningRate(reference=64.0, per=256, warmup=2, decay="poly", power=2),
+        optimizer=Optimizer(
+            momentum=0.9, weight_decay=1e-4, trust=0.001, share=0.1, momentum_correction=True
+        ),
     )

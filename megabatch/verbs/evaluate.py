@@ -26,7 +26,7 @@ class EvaluateFlags:
 
 def run(arguments: list[str]) -> int:
     flags = parse(EvaluateFlags, "evaluate", arguments)
-    from megabatch.train import evaluate
+    from megabatch.training import evaluate
 
     cluster = Cluster.from_env(device=flags.device)
     try:

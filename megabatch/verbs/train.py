@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> int:
 
 def train_here(config: Config, device: str, out: str, resume: bool) -> tuple[bool, dict[str, Any]]:
     """The work of one worker: whether it is the first, and the summary."""
-    from megabatch.train import train
+    from megabatch.training import train
 
     cluster = Cluster.from_env(device=device)
     try:

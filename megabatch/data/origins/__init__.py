@@ -1,0 +1,56 @@
+"""Where packs come from: data sets as they are published, listed in a fixed order and read by
+index.
+
+`open_origin` decides by what lies at the path. An origin lists its training images first; where it
+has no val part, packing holds a share out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy
+from numpy.typing import NDArray
+
+from megabatch.config import UserError
+from megabatch.data.decode import Encoded, Pixels
+from megabatch.data.origins import cifar, folders, idx, parquet, tars
+
+
+class Origin(Protocol):
+    """Images to pack, by index: `train` training images, then the val part if there is one."""
+
+    kind: str
+    classes: list[str]
+    labels: NDArray[numpy.int32]
+    train: int
+    pixels: bool
+    """reads give pixels, not files"""
+
+    def name(self, index: int) -> str:
+        """What the image is called; unique."""
+        ...
+
+    def stamp(self, index: int) -> str:
+        """Changes when the image may have changed: its file's size and time."""
+        ...
+
+    def read(self, index: int) -> Encoded | Pixels:
+        """The image's bytes or pixels; called from several threads."""
+        ...
+
+
+def open_origin(path: Path) -> Origin:
+    """The data set at a path, of whatever kind it is."""
+    if not path.exists():
+        raise UserError(f"there is no {path}: name a folder or an archive of images to pack")
+    kinds = (cifar, idx, parquet, tars, folders)
+    for kind in kinds:
+        if kind.found_at(path):
+            opened: Origin = kind.open_at(path)
+            return opened
+    raise UserError(
+        f"{path} is nothing that can be packed: give a folder of class folders (or train and val "
+        f"with class folders), Tiny ImageNet, ILSVRC2012's tar files, parquet, CIFAR or idx files"
+    )

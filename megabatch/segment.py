@@ -1,0 +1,170 @@
+"""One segment of a tensor on its way through a plan, and what a half-precision wire does to it.
+
+Sums stay in fp32 (or fp64) where they are; only messages are rounded. What travels is the sum
+divided by the power of two next above the number of ranks that it counts, a mean more or less, so a
+half message overflows or underflows only where the gradients of a single rank would, at any number
+of ranks. (Jia et al. 2018 send fp16 gradients; where to divide is ours.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabatch.plans import Group, Move
+from megabatch.plans.message import Slice, piece
+from megabatch.plans.phase import Op
+
+# torch 2.13 has new names for these and warns on the old ones; 2.11 has only the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_HALVES = (torch.float16, torch.bfloat16)
+_ALIGNED = 64
+
+
+class Scratch:
+    """Room for the messages of one segment at a time, kept from segment to segment.
+
+    Fresh memory would cost more than the additions: every page of it is a fault.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8, device=device)
+        self._taken = 0
+
+    def clear(self) -> None:
+        if self._taken > len(self._room):
+            self._room = self._room.new_empty(self._taken)
+        self._taken = 0
+
+    def take(self, length: int, dtype: torch.dtype) -> Tensor:
+        first = self._taken
+        self._taken += -(-length * dtype.itemsize // _ALIGNED) * _ALIGNED
+        if self._taken > len(self._room):  # the room grows at the next clear()
+            return torch.empty(length, dtype=dtype, device=self._room.device)
+        return self._room[first : first + length * dtype.itemsize].view(dtype)
+
+
+class Segment:
+    """Holds the running sum of a flat piece of a tensor; packs and unpacks its messages."""
+
+    def __init__(self, piece: Tensor, wire: torch.dtype | None, scratch: Scratch) -> None:
+        self._piece = piece
+        self._wire = wire if wire in _HALVES else piece.dtype
+        self._half = self._wire in _HALVES
+        self._sum = piece.float() if piece.dtype in _HALVES else piece
+        self._scratch = scratch
+        self._arrived: dict[Slice, Tensor] = {}
+        scratch.clear()
+
+    def outgoing(self, move: Move, sums: int) -> Tensor | None:
+        """The message to send; None if a short tensor leaves it empty."""
+        part = self._part(move.slice)
+        if not len(part) or not self._half:
+            return part if len(part) else None
+        if move.op == "copy" and move.slice in self._arrived:  # passed on as it came
+            return self._arrived[move.slice]
+        return self._packed(part, sums, settle=move.op == "copy")
+
+    def incoming(self, move: Move) -> Tensor | None:
+        """Where a message shall arrive; None if there is nothing to come."""
+        part = self._part(move.slice)
+        if not len(part):
+            return None
+        direct = move.op == "copy" and not self._half
+        return part if direct else self._scratch.take(len(part), self._wire)
+
+    def receive(self, move: Move, message: Tensor, sums: int) -> None:
+        part = self._part(move.slice)
+        if move.op == "add":
+            part.add_(message, alpha=_shrink(sums) if self._half else 1)
+        elif self._half:
+            part.copy_(message).mul_(_shrink(sums))
+            self._arrived[move.slice] = message
+
+    def finish(self, divide: float) -> None:
+        """The sum is complete: divide it and put it in place."""
+        if divide != 1:
+            self._sum.div_(divide)
+        if self._sum is not self._piece:
+            self._piece.copy_(self._sum)
+
+    def collective(self, op: Op, group: Group, sums: int, process_group: Any) -> None:
+        """Leave a phase to the backend; `sums` is the number of ranks each member's slice counts.
+
+        A half sum grows inside the backend by the number of members: half of that growth, in bits,
+        is taken off before, so that both ends of the range keep as much room.
+        """
+        part, members = self._part(group.slice), len(group.members)
+        if not len(part):
+            return
+        grows = op not in ("broadcast", "all_gather")
+        sums *= 1 << members.bit_length() // 2 if grows else 1
+        buffer = self._packed(part, sums, settle=not grows) if self._half else part
+        place = group.members.index(dist.get_rank())
+        root = group.members[0]
+        if op == "all_reduce":
+            dist.all_reduce(buffer, group=process_group)
+        elif op == "reduce":
+            dist.reduce(buffer, dst=root, group=process_group)
+        elif op == "broadcast":
+            dist.broadcast(buffer, src=root, group=process_group)
+        elif op == "reduce_scatter":
+            _scatter(buffer, place, members, process_group)
+        else:
+            _gather(buffer, place, members, process_group)
+        if self._half:
+            part.copy_(buffer).mul_(_shrink(sums))
+
+    def _part(self, slice: Slice) -> Tensor:
+        first, last = slice.bounds(len(self._sum))
+        return self._sum[first:last]
+
+    def _packed(self, part: Tensor, sums: int, settle: bool) -> Tensor:
+        """A part as it travels; settled, the part itself is rounded too: all ranks end alike."""
+        message = self._scratch.take(len(part), self._wire)
+        torch.mul(part, 1 / _shrink(sums), out=message)
+        if settle:
+            part.copy_(message).mul_(_shrink(sums))
+        return message
+
+
+def _shrink(sums: int) -> float:
+    """The power of two that a sum over so many ranks is divided by on a half wire: exact."""
+    return float(1 << (sums - 1).bit_length())
+
+
+def _scatter(buffer: Tensor, place: int, members: int, group: dist.ProcessGroup) -> None:
+    """Sum piece i of the buffer at member i; backends want pieces of one size."""
+    total = buffer.new_empty(-(-len(buffer) // members))
+    if len(buffer) % members == 0:
+        _reduce_scatter(total, buffer, group=group)
+    else:
+        rows = buffer.new_zeros(members, len(total))
+        for row, (first, last) in zip(rows, _bounds(len(buffer), members), strict=True):
+            row[: last - first] = buffer[first:last]
+        _reduce_scatter(total, rows.view(-1), group=group)
+    first, last = piece(place, members).bounds(len(buffer))
+    buffer[first:last] = total[: last - first]
+
+
+def _gather(buffer: Tensor, place: int, members: int, group: dist.ProcessGroup) -> None:
+    """Bring piece i of the buffer from member i."""
+    first, last = piece(place, members).bounds(len(buffer))
+    if len(buffer) % members == 0:
+        _all_gather(buffer, buffer[first:last].clone(), group=group)
+        return
+    own = buffer.new_zeros(-(-len(buffer) // members))
+    own[: last - first] = buffer[first:last]
+    rows = buffer.new_empty(members, len(own))
+    _all_gather(rows.view(-1), own, group=group)
+    for row, (first, last) in zip(rows, _bounds(len(buffer), members), strict=True):
+        buffer[first:last] = row[: last - first]
+
+
+def _bounds(length: int, members: int) -> list[tuple[int, int]]:
+    return [piece(index, members).bounds(length) for index in range(members)]

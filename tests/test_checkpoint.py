@@ -1,0 +1,151 @@
+"""Checkpoints: all state, bit for bit; nothing half written is ever taken for whole."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from test_train import CONFIG
+from torch import nn
+
+from megabatch import checkpoint
+from megabatch.cluster import run_local
+from megabatch.config import UserError
+from megabatch.optim import LARS, parameter_groups
+from megabatch.training import train
+
+DETERMINISTIC = replace(CONFIG, deterministic=True, save_every=0.25)
+
+
+def trained(steps, net=None, optimizer=None):
+    if net is None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        optimizer = LARS(parameter_groups(net, 1e-4), lr=0.5, momentum_correction=True)
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        optimizer.param_groups[0]["lr"] = 0.5 + step / 10
+        net(torch.randn(16, 4, generator=generator)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer
+
+
+def test_five_steps_saved_and_five_more_are_ten(tmp_path):
+    whole, _ = trained(range(10))
+    net, optimizer = trained(range(5))
+    state = {"seen": 80, "steps": 5, "evaluation": {"loss": float("nan")}}
+    path = checkpoint.save(tmp_path, net, optimizer, state, keep=2)
+    net, optimizer = trained([])
+    found = checkpoint.load(path, net, optimizer)
+    assert (found["seen"], found["steps"]) == (80, 5)
+    net, optimizer = trained(range(5, 10), net, optimizer)
+    assert checkpoint.weights_sha256(net) == checkpoint.weights_sha256(whole)
+
+
+def test_the_newest_good_one_is_taken(tmp_path):
+    net, optimizer = trained(range(1))
+    for seen in (10, 20, 30, 40):
+        checkpoint.save(tmp_path, net, optimizer, {"seen": seen}, keep=3)
+    assert [p.name for p in sorted(tmp_path.iterdir())] == [
+        f"seen-{seen:012d}" for seen in (20, 30, 40)
+    ]
+    newest = checkpoint.newest(tmp_path)
+    assert checkpoint.seen(newest) == 40
+    damaged = newest / "optimizer.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    assert checkpoint.seen(checkpoint.newest(tmp_path)) == 30
+    (tmp_path / f"seen-{30:012d}" / "state.json").write_text("{")
+    assert checkpoint.seen(checkpoint.newest(tmp_path)) == 20
+    shutil.rmtree(tmp_path / f"seen-{20:012d}")
+    assert checkpoint.newest(tmp_path) is None
+
+
+def test_a_save_that_fails_half_way_leaves_the_old_one(tmp_path, monkeypatch):
+    net, optimizer = trained(range(1))
+    checkpoint.save(tmp_path, net, optimizer, {"seen": 10}, keep=1)
+    calls = []
+
+    def full(*arguments):
+        calls.append(arguments)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_sync", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save(tmp_path, net, optimizer, {"seen": 20}, keep=1)
+    monkeypatch.undo()
+    assert calls
+    assert checkpoint.seen(checkpoint.newest(tmp_path)) == 10
+    checkpoint.save(tmp_path, net, optimizer, {"seen": 20}, keep=1)
+    assert checkpoint.seen(checkpoint.newest(tmp_path)) == 20
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_fingerprint_sees_parameters_buffers_and_names():
+    net, _ = trained([])
+    before = checkpoint.weights_sha256(net)
+    with torch.no_grad():
+        net[1].running_mean[0] += 1e-7
+    assert checkpoint.weights_sha256(net) != before
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return train(DETERMINISTIC, quiet=True)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run that kept all its checkpoints."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    train(replace(DETERMINISTIC, keep=100, save_every=0.05), out=out, quiet=True)
+    return out
+
+
+def train_quietly(config, out):
+    return train(config, out=out, resume=True, quiet=True)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_resuming_anywhere_on_any_number_of_workers_is_the_uninterrupted_run(
+    whole, finished, tmp_path, world
+):
+    saved = sorted((finished / "checkpoints").iterdir())
+    assert len(saved) > 15  # every step: inside epochs, on both sides of the batch's switches
+    for place in (0, len(saved) // 3, len(saved) * 2 // 3, len(saved) - 2):
+        out = tmp_path / str(place)
+        shutil.copytree(finished, out)
+        for later in saved[place + 1 :]:
+            shutil.rmtree(out / "checkpoints" / later.name)
+        arguments = (replace(DETERMINISTIC, keep=100, save_every=0), out)
+        summary = (
+            train_quietly(*arguments) if world == 1 else run_local(world, train_quietly, *arguments)
+        )
+        assert summary.weights_sha256 == whole.weights_sha256
+        assert (summary.steps, summary.seen) == (whole.steps, whole.seen)
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        steps = [line["step"] for line in lines if line["kind"] == "train"]
+        assert steps == list(range(whole.steps))  # none twice, none missing
+
+
+def test_resuming_a_finished_run_changes_nothing(whole, finished, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    summary = train_quietly(DETERMINISTIC, out)
+    assert summary.weights_sha256 == whole.weights_sha256
+    assert summary.top1 == whole.top1
+
+
+def test_a_run_is_not_overwritten_nor_resumed_as_another(finished):
+    with pytest.raises(UserError, match="holds a run already"):
+        train(DETERMINISTIC, out=finished, quiet=True)
+    with pytest.raises(UserError, match=r"was begun with batch 80 but 96 is asked for"):
+        train(replace(DETERMINISTIC, batch=96), out=finished, resume=True, quiet=True)
+
+
+def test_resuming_where_nothing_is_yet_begins(tmp_path):
+    config = replace(DETERMINISTIC, epochs=0.1, lr=replace(CONFIG.lr, warmup=0), stages=())
+    assert train(config, out=tmp_path / "new", resume=True, quiet=True).steps == 2

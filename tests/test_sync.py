@@ -1,0 +1,220 @@
+"""The tree over real workers, and the bucket engine: exact sums, exact means, the same bits."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from megabatch.batch import deal, folds, largest_nodes, tree_sum
+from megabatch.cluster import Cluster, run_local
+from megabatch.sync import GradientSum, TreeSum, buckets_of, tree_all_reduce
+
+WORLDS = (1, 2, 3, 4, 5, 7, 8)
+
+
+def on_workers(world, function, *arguments):
+    return function(*arguments) if world == 1 else run_local(world, function, *arguments)
+
+
+def leaf(index, length, dtype=torch.float32):
+    """Gradients of very different sizes: their sum depends on the order of the additions."""
+    generator = torch.Generator().manual_seed(index)
+    scale = 10.0 ** (index % 7 - 3)
+    return torch.randn(length, generator=generator, dtype=dtype) * scale
+
+
+def sums_by_tree(cases):
+    """For each (count, length): the tree's sum over leaves made here, and whether all agree."""
+    cluster = Cluster.from_env()
+    found = []
+    for count, length in cases:
+        tree = TreeSum(length, torch.empty(0))
+        dealt = deal(count, cluster.world)[cluster.rank]
+        tree.begin(count, dealt)
+        for index in range(*dealt):
+            vector = tree.fresh()
+            vector.copy_(leaf(index, length))
+            tree.push(vector)
+        own = torch.zeros(length)
+        own[0] = float(cluster.rank == cluster.world - 1)
+        found.append((tree.all_reduce(cluster, by_tree=True).clone(), own))
+        found.append((tree.all_reduce(cluster, by_tree=True, own=own).clone(), own))
+    return [total for total, _ in found]
+
+
+CASES = [(1, 1), (2, 7), (5, 3), (8, 64), (11, 1000), (23, 4099)]
+
+
+def reference(count, length):
+    parts = {(i, i + 1): leaf(i, length) for i in range(count)}
+    return tree_sum(count, parts, torch.add)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_tree_gives_the_same_bits_on_any_number_of_workers(world):
+    totals = on_workers(world, sums_by_tree, CASES)
+    for index, (count, length) in enumerate(CASES):
+        expected = reference(count, length)
+        assert torch.equal(totals[2 * index], expected)
+        flagged = totals[2 * index + 1]
+        assert flagged[0] == expected[0] + 1  # the last worker's flag, idle or not
+        assert torch.equal(flagged[1:], expected[1:])
+
+
+def test_the_order_matters_or_the_test_above_shows_nothing():
+    count, length = CASES[-1]
+    straight = sum(leaf(i, length) for i in range(count))
+    assert not torch.equal(straight, reference(count, length))
+
+
+class Integers(nn.Module):
+    """Gradients that are whole numbers, so that any order of summation is exact."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(7))
+        self.unused = nn.Parameter(torch.zeros(3))
+        self.last = nn.Parameter(torch.zeros(5, 2))
+
+    def forward(self, index):
+        return (index + 1) * self.first.sum() + index * (self.last * torch.arange(2.0)).sum()
+
+
+def integer_gradients(cases):
+    """For each case, three steps' gradients and control vectors."""
+    cluster = Cluster.from_env()
+    found = []
+    for by_tree, count, bucket_bytes in cases:
+        net = Integers()
+        engine = GradientSum(net, cluster, control=1, tree=by_tree, bucket_bytes=bucket_bytes)
+        for step in range(3):  # buffers are reused from step to step
+            first, last = engine.begin(count)
+            for index in range(first, last):
+                engine.backward(net(float(index)), torch.tensor([float(index)]))
+            control = engine.finish(stop=cluster.rank == cluster.world - 1 and step == 1)
+            found.append([p.grad.tolist() for p in net.parameters()] + [control.tolist()])
+    return found
+
+
+ENGINE_CASES = list(itertools.product([True, False], [1, 5, 8], [1, 50, 1e6]))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_engine_sums_exactly(world):
+    found = iter(on_workers(world, integer_gradients, ENGINE_CASES))
+    for (_, count, _), step in itertools.product(ENGINE_CASES, range(3)):
+        first, unused, last, control = next(found)
+        indices = range(count)
+        assert first == [sum(i + 1 for i in indices)] * 7
+        assert unused == [0.0] * 3
+        assert last == [[0.0, sum(indices)]] * 5
+        squares = sum(7 * (i + 1) ** 2 + 5 * i**2 for i in indices)
+        assert control == [squares, float(step == 1), sum(indices)]
+
+
+def mean_gradient(count, micro):
+    """The engine's gradient of a mean loss over micro-batches dealt unevenly, in float64."""
+    cluster = Cluster.from_env()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    images, labels = torch.randn(count * micro, 6).double(), torch.arange(count * micro) % 3
+    engine = GradientSum(net, cluster, control=0, tree=False)
+    first, last = engine.begin(count)
+    for index in range(first, last):
+        part = slice(index * micro, (index + 1) * micro)
+        loss = nn.functional.cross_entropy(net(images[part]), labels[part], reduction="sum")
+        engine.backward(loss / (count * micro), torch.empty(0, dtype=torch.float64))
+    engine.finish()
+    found = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    for p in net.parameters():
+        p.grad = None
+        p._post_accumulate_grad_hooks.clear()
+    nn.functional.cross_entropy(net(images), labels).backward()
+    return [
+        ((a - p.grad).norm() / p.grad.norm()).item()
+        for a, p in zip(found, net.parameters(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("world", "count"), [(1, 5), (3, 5), (4, 7), (4, 3)])
+def test_uneven_dealing_gives_the_mean_over_the_global_batch(world, count):
+    assert max(on_workers(world, mean_gradient, count, 4)) < 1e-14
+
+
+def test_buckets_are_filled_from_the_last_parameter_and_hold_one_dtype():
+    net = nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 10).double(), nn.Linear(10, 10)])
+    buckets = buckets_of(net.parameters(), limit_bytes=250)
+    flat = [p for bucket in buckets for p in bucket.parameters]
+    assert [id(p) for p in flat] == [id(p) for p in reversed(list(net.parameters()))]
+    for bucket in buckets:
+        assert len({p.dtype for p in bucket.parameters}) == 1
+        nbytes = sum(p.numel() * p.element_size() for p in bucket.parameters)
+        assert nbytes <= 250 or len(bucket.parameters) == 1
+
+
+def test_a_tree_sum_holds_few_copies():
+    """log2(K) + 1 gradients for K micro-batches."""
+    tree = TreeSum(4, torch.empty(0))
+    tree.begin(64, (0, 64))
+    made = set()
+    for _ in range(64):
+        vector = tree.fresh()
+        made.add(vector.data_ptr())
+        tree.push(vector.zero_())
+    assert len(made) <= 7
+    assert sum(folds((0, 64))) == 63 and largest_nodes(64, (0, 64)) == [(0, 64)]
+
+
+def test_one_worker_needs_no_process_group():
+    cluster = Cluster.from_env()
+    assert (cluster.rank, cluster.world) == (0, 1)
+    assert not torch.distributed.is_initialized()
+    assert torch.equal(tree_all_reduce(torch.ones(1, 3), 1, cluster), torch.ones(3))
+
+
+def launches(world_steps):
+    """When each bucket left, as the number of gradients that had arrived by then."""
+    cluster = Cluster.from_env()
+    net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
+    engine = GradientSum(net, cluster, control=0, tree=True, bucket_bytes=8 * 8 * 4)
+    arrived, left = [], []
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: arrived.append(p))
+    send = engine._send
+    engine._send = lambda tree, own=None: (left.append(len(arrived)), send(tree, own))
+    engine.begin(cluster.world)
+    engine.backward(net(torch.ones(2, 8)).sum(), torch.empty(0))
+    engine.finish()
+    return left
+
+
+def test_buckets_leave_while_backward_goes_on():
+    left = run_local(2, launches, 1)
+    assert len(left) == 7  # six buckets and the control vector
+    assert left[0] < 3  # the first is under way before half of backward
+
+
+def overlap_needs_the_same_order_everywhere():
+    cluster = Cluster.from_env()
+    torch.manual_seed(cluster.rank)  # different data on each worker
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for p in net.parameters():
+        nn.init.ones_(p)
+    engine = GradientSum(net, cluster, control=0, tree=False, bucket_bytes=1)
+    first, last = engine.begin(3)
+    for index in range(first, last):
+        # Worker by worker another layer is left out, so that buckets fill in another order.
+        x = torch.ones(1, 4)
+        for place, layer in enumerate(net):
+            if place != index:
+                x = layer(x)
+        engine.backward(x.sum(), torch.empty(0))
+    engine.finish()
+    return [p.grad.sum().item() for p in net.parameters()]
+
+
+def test_workers_whose_backward_differs_still_agree():
+    alone = overlap_needs_the_same_order_everywhere()
+    assert run_local(3, overlap_needs_the_same_order_everywhere) == alone
