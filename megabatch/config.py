@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import os
 import types
 import typing
 from collections.abc import Iterable
@@ -36,11 +37,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Data:
-    source: Literal["digits", "synthetic", "folder", "own"] = "digits"
-    """digits (in scikit-learn), synthetic, folder (train/CLASS/*, val/CLASS/*), own (from
-    Python)"""
+    source: Literal["digits", "synthetic", "folder", "pack", "own"] = "digits"
+    """digits (in scikit-learn), synthetic, folder (or another data set as it is published), pack
+    (made by megabatch pack), own (from Python); a path alone is enough for folder and pack"""
     path: str = ""
-    """the folder of images, for source folder"""
+    """a pack (FILE.arrow), or a folder of images: train/CLASS/*, val/CLASS/*"""
+    stage: str = ""
+    """copy the pack into this folder of node-local storage first, once a node"""
     size: int = 8
     """side of the square images the model sees, in pixels"""
     channels: int = 1
@@ -55,14 +58,36 @@ class Data:
     """random crops cover this share of the image's area, from and to"""
     crop_aspect: tuple[float, float] = (3 / 4, 4 / 3)
     """width over height of a random crop, from and to"""
+    scale: tuple[int, int] = (0, 0)
+    """instead of crops by area: shorter side drawn from and to (256 480), then a random square of
+    size (0 0: off)"""
     flip: bool = False
     """mirror half of the images"""
     shift: int = 0
     """move images by up to so many pixels each way"""
+    jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """strength of random brightness, contrast and saturation (0.4 0.4 0.4, say; 0: none)"""
+    lighting: float = 0.0
+    """strength of random light along the principal components of ImageNet's colours (0.1, say)"""
     resize: int = 0
     """for evaluation: shorter side before the centre crop (0: size * 8 / 7)"""
-    threads: int = 2
-    """threads a worker decodes images with"""
+    threads: int = 0
+    """threads a worker decodes images with (0: its share of the cores)"""
+    resident: Literal["auto", "always", "never"] = "auto"
+    """images of one size that fit live in the GPU's memory (auto), must (always) or do not"""
+    shared: Literal["auto", "always", "never"] = "auto"
+    """a pack too large for a node's memory is shared out over all workers' (auto), is always, or
+    never"""
+    decode: Literal["auto", "cpu", "gpu"] = "auto"
+    """where JPEGs are decoded (auto: on the GPU if nvJPEG is there and was faster in a trial)"""
+
+    @property
+    def kind(self) -> str:
+        """What is opened: the path decides where there is one."""
+        if self.path == "" or self.source == "own":
+            return self.source
+        packed = self.path.endswith(".arrow") or os.path.isfile(self.path)
+        return "pack" if packed and ".tar" not in self.path else "folder"
 
 
 @dataclass(frozen=True)
@@ -113,12 +138,16 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class Optimizer:
+    name: Literal["lars", "lamb"] = "lars"
+    """lars (with trust None: SGD; with a policy: LARC) or lamb"""
     momentum: float = 0.9
     """a stage of the batch may set its own"""
     weight_decay: float = 5e-5
     """on weights of convolutions and linear layers; never on biases and batch norm"""
     trust: float | None = 0.001
     """LARS's trust coefficient (None: no adaptation, plain SGD)"""
+    policy: Literal["lars", "clip", "scale"] = "lars"
+    """clip and scale are LARC's: decay left out of the ratio; clip never raises the rate"""
     eps: float = 0.0
     """added to the denominator of LARS's ratio"""
     nesterov: bool = False
@@ -129,6 +158,20 @@ class Optimizer:
     """paper form: scale the buffer when the rate moves, as Goyal asks"""
     share: float = 1.0
     """rate of biases and batch norm, which do not adapt, as a share of the whole"""
+
+
+@dataclass(frozen=True)
+class Noise:
+    follow: bool = False
+    """the batch follows the gradient noise scale, by doubling and halving, within bounds"""
+    least: int = 0
+    """smallest batch (0: the config's)"""
+    most: int = 0
+    """largest batch (0: eight times the config's)"""
+    share: float = 1.0
+    """the batch aimed at, as a share of the noise scale"""
+    memory: float = 0.95
+    """decay a step of the two moving averages whose ratio is the noise scale"""
 
 
 @dataclass(frozen=True)
@@ -153,8 +196,19 @@ class Config:
     """share of the target spread evenly over all classes"""
     bn_momentum: float = 0.1
     """weight of the present step in the moving averages of batch norm (1: no moving average)"""
-    precision: Literal["fp32", "fp64"] = "fp32"
-    """of weights, activations and gradients"""
+    precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
+    """of activations; bf16 and fp16 by autocast, weights and optimizer in fp32"""
+    half_weights: bool = False
+    """keep weights and gradients in bf16 or fp16 too, with fp32 masters (Jia)"""
+    loss_scale: float | None = None
+    """fixed factor of the loss in backward (None: dynamic for fp16, 1 otherwise)"""
+    ema: float = 0.0
+    """evaluate and save a moving average of the weights with this decay a step (0: none)"""
+    init: str = ""
+    """begin from the weights in this safetensors file; a head of other classes is made anew"""
+    noise: Noise = field(default_factory=lambda: Noise())
+    ratio_band: tuple[float, float] = (1e-5, 100.0)
+    """an alarm line is printed when a layer's trust ratio leaves this band"""
     seed: int = 0
     """of the weights, the order and the augmentation"""
     deterministic: bool = False
@@ -337,8 +391,13 @@ class Config:
     def _check_data(self, need: typing.Callable[[bool, str], None]) -> None:
         data = self.data
         need(
-            data.source != "folder" or data.path != "",
-            "no folder of images was named: give --data.path, with train/CLASS/ and val/CLASS/",
+            data.source not in ("folder", "pack") or data.path != "",
+            "no images were named: give --data.path a pack (FILE.arrow), or a folder with "
+            "train/CLASS/ and val/CLASS/",
+        )
+        need(
+            data.stage == "" or data.kind == "pack",
+            "data.stage copies packs, but the images are no pack: make one with megabatch pack",
         )
         need(data.size >= 1, f"data.size is {data.size}; it must be at least 1 pixel")
         need(
@@ -355,7 +414,17 @@ class Config:
             f"data.crop_aspect is {data.crop_aspect}; give two ratios, the smaller first, 0.75 "
             f"1.33 say",
         )
-        need(data.threads >= 1, f"data.threads is {data.threads}; it must be at least 1")
+        need(
+            data.scale == (0, 0) or 0 < data.size <= data.scale[0] <= data.scale[1],
+            f"data.scale is {data.scale}; give two lengths of the shorter side, the smaller first "
+            f"and at least data.size ({data.size}), 256 480 say, or 0 0 for none",
+        )
+        need(
+            all(0 <= strength < 1 for strength in data.jitter),
+            f"data.jitter is {data.jitter}; give three strengths of at least 0 and below 1",
+        )
+        need(data.lighting >= 0, f"data.lighting is {data.lighting:g}; it cannot be negative")
+        need(data.threads >= 0, f"data.threads is {data.threads}; give a number, or 0 for all")
         need(data.shift >= 0, f"data.shift is {data.shift}; it cannot be negative")
 
     # --- JSON ----------------------------------------------------------------------------------

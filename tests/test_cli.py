@@ -1,0 +1,273 @@
+"""The command end to end: each verb, exit statuses, one sentence for every mistake."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+MEGABATCH = [sys.executable, "-m", "megabatch.cli"]
+QUICK = ["--epochs", "1", "--device", "cpu"]
+
+
+def megabatch(*arguments, cwd=None, **options):
+    return subprocess.run(
+        [*MEGABATCH, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=240,
+        **options,
+    )
+
+
+def last_json(result):
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def folder_of_images(root, classes=("cat", "dog"), parts=("train", "val"), count=16):
+    """Real files: coloured JPEGs and PNGs of several sizes."""
+    for part in parts:
+        for label, name in enumerate(classes):
+            (root / part / name).mkdir(parents=True)
+            for index in range(count):
+                colour = (200 * label + index, 100, 255 - 200 * label)
+                picture = Image.new("RGB", (24 + index, 40 - index), colour)
+                picture.save(root / part / name / f"{index}.{'jpg' if index % 2 else 'png'}")
+    return root
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("cli") / "run"
+    arguments = ["--workers", 2, "--out", out, "--deterministic", "--json"]
+    return out, megabatch("train", "digits", *QUICK, *arguments)
+
+
+def test_train_prints_one_json_object_last(finished):
+    out, result = finished
+    summary = last_json(result)
+    assert {
+        "top1", "top5", "loss", "steps", "seen", "epochs", "seconds", "images_per_second", "world",
+        "weights_sha256", "out",
+    } <= set(summary)  # fmt: skip
+    assert summary["world"] == 2
+    assert summary["out"] == str(out)
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_progress_and_the_table_go_to_standard_error(finished):
+    _, result = finished
+    for words in (
+        "micro-batches a worker",
+        "warm-up steps",
+        "peak rate",
+        "reference * batch / per",
+    ):
+        assert words in result.stderr
+    assert re.search(r"epoch +1\.\d\d +top-1", result.stderr)
+
+
+def test_evaluate_finds_what_train_reported(finished):
+    out, result = finished
+    found = last_json(megabatch("evaluate", out, "--json"))
+    summary = last_json(result)
+    assert {k: found[k] for k in ("top1", "top5", "loss", "seen")} == {
+        k: summary[k] for k in ("top1", "top5", "loss", "seen")
+    }
+
+
+def test_another_number_of_workers_has_the_same_weights(finished, tmp_path):
+    alone = megabatch(
+        "train", "digits", *QUICK, "--workers", 1, "--deterministic", "--json", cwd=tmp_path
+    )
+    assert last_json(alone)["weights_sha256"] == last_json(finished[1])["weights_sha256"]
+    assert list((tmp_path / "runs").glob("digits-*/metrics.jsonl"))
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def workers_of(pid):
+    """The worker processes of a command, by their store's variable in the environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/status"):
+        try:
+            name = dict(
+                line.split(":\t", 1) for line in path.read_text().splitlines() if ":\t" in line
+            )
+            environ = (path.parent / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"MEGABATCH_TEST={pid}".encode() in environ:
+            found.append((int(name["Pid"]), int(name["PPid"])))
+    return found
+
+
+@pytest.mark.parametrize("target", ["command", "worker"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_a_checkpoint_and_the_rest_is_as_if_nothing_happened(
+    tmp_path, target, number
+):
+    mark = f"{target}-{int(number)}-{os.getpid()}"
+    flags = ["--epochs", "3", "--device", "cpu", "--deterministic", "--json"]
+    command = subprocess.Popen(
+        [*MEGABATCH, "train", "digits", *flags, "--workers", "3", "--out", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "MEGABATCH_TEST": mark},
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 5)
+    if target == "command":
+        command.send_signal(number)
+    else:
+        everyone = workers_of(mark)
+        parents = {parent for _, parent in everyone}
+        leaves = [pid for pid, _ in everyone if pid not in parents and pid != command.pid]
+        os.kill(max(leaves), number)  # the last started: not the first worker
+    stdout, stderr = command.communicate(timeout=120)
+    assert command.returncode == 3, stderr
+    stopped = json.loads(stdout.splitlines()[-1])
+    assert stopped["ended"] == "stopped"
+    assert "--resume" in stderr
+    again = megabatch(
+        "train", "digits", *flags, "--workers", 2, "--out", tmp_path / "run", "--resume"
+    )
+    resumed = last_json(again)
+    assert "resumed at step" in again.stderr
+    assert stopped["seen"] < resumed["seen"]
+    alone = megabatch("train", "digits", *flags, "--workers", 1, "--out", tmp_path / "alone")
+    assert resumed["weights_sha256"] == last_json(alone)["weights_sha256"]
+
+
+def test_a_folder_of_images(tmp_path):
+    root = folder_of_images(tmp_path / "images")
+    flags = ["--data.source", "folder", "--data.path", root, "--data.channels", 3]
+    flags += ["--batch", 32, "--epochs", 4, "--data.size", 16, "--data.crop-area", 0.5, 1]
+    summaries = [
+        last_json(
+            megabatch(
+                "train", "digits", *flags, "--workers", world, "--deterministic", "--json",
+                "--out", tmp_path / f"run-{world}",
+            )
+        )
+        for world in (1, 2)
+    ]  # fmt: skip
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+
+
+def broken(kind):
+    def make(root):
+        if kind == "missing":
+            return root / "nowhere"
+        folder_of_images(root, parts=("train",) if kind == "no val" else ("train", "val"))
+        if kind == "classes differ":
+            (root / "val" / "dog").rename(root / "val" / "wolf")
+        if kind == "empty class":
+            for path in (root / "train" / "dog").iterdir():
+                path.unlink()
+        if kind == "unreadable":
+            (root / "train" / "dog" / "3.jpg").write_bytes(b"not a picture")
+        if kind == "truncated":
+            path = root / "train" / "dog" / "3.jpg"
+            path.write_bytes(path.read_bytes()[:200])
+        if kind == "empty":
+            import shutil
+
+            shutil.rmtree(root)
+            (root / "train").mkdir(parents=True)
+            (root / "val").mkdir()
+        return root
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("missing", "there is no folder"),
+        ("no val", "has no val folder"),
+        ("classes differ", "differ: dog is missing in val"),
+        ("empty class", "holds no JPEG or PNG images"),
+        ("unreadable", "3.jpg cannot be read"),
+        ("truncated", "3.jpg cannot be read"),
+        ("empty", "holds no class folders"),
+    ],
+)
+def test_bad_images_get_one_sentence(tmp_path, kind, says):
+    root = broken(kind)(tmp_path / "images")
+    flags = ["--data.source", "folder", "--data.path", root, "--data.channels", 3]
+    flags += ["--batch", 32, "--epochs", 2, "--workers", 2, "--out", tmp_path / "run"]
+    mistaken(megabatch("train", "digits", *flags), says)
+
+
+def mistaken(result, says):
+    assert result.returncode == 2, result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("megabatch: ")
+    assert says in last
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trian"], "did you mean train?"),
+        (["train"], "train needs a recipe"),
+        (["train", "digit"], "did you mean digits?"),
+        (["train", "digits", "--batc", "32"], "did you mean --batch?"),
+        (["train", "digits", "--nonsense"], "--nonsense"),
+        (["train", "digits", "--epochs", "many"], "--epochs"),
+        (["train", "digits", "--lr.decay", "fast"], "'fast'"),
+        (["train", "digits", "--batch", "100"], "use 96 or 112"),
+        (["train", "digits", "--micro", "24"], "not a multiple of span"),
+        (["train", "digits", "--stages", "3"], "--stages"),
+        (["train", "digits", "--workers", "0"], "at least one"),
+        (["train", "digits", "--resume"], "--resume needs --out"),
+        (["train", "digits", "--model", "resnet5"], "did you mean 'resnet50'"),
+        (["train", "digits", "--data.source", "folder"], "--data.path"),
+        (["train", "digits", "--out", "/proc/nowhere", "--workers", "1"], "cannot be written"),
+        (["train", "digits", "--out", "/proc/nowhere", "--workers", "2"], "cannot be written"),
+        (["evaluate"], "the folder of a run"),
+        (["evaluate", "nowhere"], "is not the folder of a run"),
+        (["bench", "nothing"], "there is no bench"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_status_2(arguments, says, tmp_path):
+    mistaken(megabatch(*arguments, cwd=tmp_path), says)
+
+
+def test_a_second_run_does_not_overwrite_the_first(finished):
+    out, _ = finished
+    before = (out / "summary.json").read_bytes()
+    mistaken(megabatch("train", "digits", *QUICK, "--out", out, "--workers", 1), "--resume")
+    assert (out / "summary.json").read_bytes() == before
+
+
+def test_help_answers_without_torch():
+    check = (
+        "import sys; from megabatch.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    for arguments in (["--help"], ["train", "--help"], ["train", "digits", "--help"]):
+        result = subprocess.run(
+            [sys.executable, "-c", check, *arguments], capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        assert "train" in result.stdout
