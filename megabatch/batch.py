@@ -119,16 +119,24 @@ def stage_at(stages: Sequence[Stage], epoch: float) -> int:
     return max(index for index, stage in enumerate(stages) if index == 0 or epoch >= stage.epoch)
 
 
+def step_at(
+    stages: Sequence[Stage], images: int, index: int, seen: int, batch: int | None = None
+) -> Step:
+    """The step that begins at `seen`: as its stage says, or of another batch."""
+    epoch = seen / images
+    stage = stage_at(stages, epoch)
+    return Step(index, seen, batch or stages[stage].batch, epoch, stage)
+
+
 def steps(
     stages: Sequence[Stage], images: int, epochs: float, index: int = 0, seen: int = 0
 ) -> Iterator[Step]:
     """The steps of a run from `seen` on: whole batches until every image was seen `epochs`
     times."""
     while seen < epochs * images:
-        epoch = seen / images
-        stage = stage_at(stages, epoch)
-        yield Step(index, seen, stages[stage].batch, epoch, stage)
-        index, seen = index + 1, seen + stages[stage].batch
+        step = step_at(stages, images, index, seen)
+        yield step
+        index, seen = index + 1, seen + step.batch
 
 
 def count_steps(stages: Sequence[Stage], images: int, epochs: float) -> tuple[int, int]:

@@ -92,12 +92,20 @@ def statistics(module: nn.Module, like: Tensor) -> Tensor:
     return torch.cat(found).to(like) if found else like.new_empty(0)
 
 
-def move_averages(module: nn.Module, mean_statistics: Tensor, momentum: float) -> None:
-    """Move the moving averages once, towards the mean of all micro-batches' statistics."""
+def move_averages(
+    module: nn.Module, mean_statistics: Tensor, momentum: float, good: Tensor | None = None
+) -> None:
+    """Move the moving averages once, towards the mean of all micro-batches' statistics.
+
+    Where `good`, a boolean on the device, is false they stay.
+    """
     layers = _moving(module)
     parts = mean_statistics.split([2 * layer.num_features for layer in layers])
     for layer, part in zip(layers, parts, strict=True):
         mean, var = part.to(layer.running_mean).chunk(2)
+        if good is not None:
+            mean = torch.where(good, mean, layer.running_mean)
+            var = torch.where(good, var, layer.running_var)
         layer.running_mean.lerp_(mean, momentum)
         layer.running_var.lerp_(var, momentum)
         if layer.num_batches_tracked is not None:

@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-_WEIGHTS, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_WEIGHTS, _OPTIMIZER, _EXTRA = "model.safetensors", "optimizer.safetensors", "extra.safetensors"
+_STATE = "state.json"
 
 
 def save(
@@ -28,8 +29,12 @@ def save(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     keep: int,
+    extra: dict[str, Tensor] | None = None,
 ) -> Path:
-    """Write a checkpoint named by state["seen"]; the newest `keep` stay."""
+    """Write a checkpoint named by state["seen"]; the newest `keep` stay.
+
+    `state` is JSON; `extra` are tensors that are neither weights nor the optimizer's.
+    """
     final = folder / f"seen-{state['seen']:012d}"
     partial = folder / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -37,7 +42,8 @@ def save(
     tensors, rest = _split(optimizer.state_dict())
     save_file(_contiguous(module.state_dict()), partial / _WEIGHTS)
     save_file(_contiguous(tensors), partial / _OPTIMIZER)
-    sums = {name: _checksum(partial / name) for name in (_WEIGHTS, _OPTIMIZER)}
+    save_file(_contiguous(extra or {}), partial / _EXTRA)
+    sums = {name: _checksum(partial / name) for name in (_WEIGHTS, _OPTIMIZER, _EXTRA)}
     record = {"state": state, "optimizer": rest, "sha256": sums}
     (partial / _STATE).write_text(json.dumps(record, indent=2) + "\n")
     for path in (*partial.iterdir(), partial):
@@ -64,8 +70,12 @@ def load_weights(path: Path, module: nn.Module) -> None:
     module.load_state_dict(load_file(path / _WEIGHTS))
 
 
+def load_extra(path: Path) -> dict[str, Tensor]:
+    return load_file(path / _EXTRA)
+
+
 def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restore a checkpoint; returns the state it was saved with."""
+    """Restore weights and optimizer; returns the state the checkpoint was saved with."""
     record = json.loads((path / _STATE).read_text())
     load_weights(path, module)
     optimizer.load_state_dict(_join(load_file(path / _OPTIMIZER), record["optimizer"]))

@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 from megabatch.cluster import WorkerFailed
-from megabatch.config import UserError, nearest
+from megabatch.config import RunFailed, UserError, nearest
 
 DONE, FAILED, MISTAKE, STOPPED = 0, 1, 2, 3
 
@@ -14,7 +14,10 @@ DONE, FAILED, MISTAKE, STOPPED = 0, 1, 2, 3
 VERBS = {
     "train": "train a recipe, on local workers or under torchrun, srun or mpirun",
     "evaluate": "evaluate the newest checkpoint of a run",
+    "pack": "pack a data set into one file that the loader never waits for",
+    "plan": "how long a run takes on a machine, before it is started",
     "bench": "measure this machine: the parts against their alternatives",
+    "doctor": "what works on this machine, what does not, and how to get it",
 }
 
 
@@ -34,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"megabatch: {error}", file=sys.stderr)
         return MISTAKE
-    except WorkerFailed as error:
+    except (RunFailed, WorkerFailed) as error:
         print(f"megabatch: {error}", file=sys.stderr)
         return FAILED
 

@@ -25,7 +25,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megabatch.config import UserError
+from megabatch.config import RunFailed, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -60,21 +60,20 @@ class Cluster:
         import torch.distributed as dist
 
         place = _place(os.environ)
-        if grid is None:
-            rows = place.world // place.local_world
-            whole = rows * place.local_world == place.world
-            grid = (rows, place.local_world) if whole else (1, place.world)
-        elif grid[0] * grid[1] != place.world:
-            raise UserError(
-                f"a grid of {grid[0]} x {grid[1]} holds {grid[0] * grid[1]} workers but there are "
-                f"{place.world}: give a grid whose product is {place.world}"
-            )
+        grid = _grid(place, grid)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda":
             if not torch.cuda.is_available():
                 raise UserError("device cuda was asked for but torch sees no GPU: use --device cpu")
-            torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+            gpus = torch.cuda.device_count()
+            # NCCL takes two workers on one GPU only if it believes them to be on two hosts.
+            if place.local_world > gpus and "NCCL_HOSTID" not in os.environ:
+                raise UserError(
+                    f"{place.local_world} workers want a GPU each but this host has {gpus}: "
+                    f"start {gpus} (--workers {gpus}), or use --device cpu"
+                )
+            torch.cuda.set_device(place.local_rank % gpus)
             chosen = torch.device("cuda", torch.cuda.current_device())
         else:
             chosen = torch.device("cpu")
@@ -180,49 +179,74 @@ def _place(environ: Mapping[str, str]) -> _Place:
     return _Place(rank, world, local_rank, local_world)
 
 
+def _grid(place: _Place, asked: tuple[int, int] | None) -> tuple[int, int]:
+    """The grid asked for, if it holds the workers; else a row a node, or one row."""
+    if asked is None:
+        rows, left = divmod(place.world, place.local_world)
+        return (1, place.world) if left else (rows, place.local_world)
+    y, x = asked
+    if min(asked) < 1 or y * x != place.world:
+        raise UserError(
+            f"a grid of {y} x {x} does not hold the {place.world} workers there are: give a grid "
+            f"whose product is {place.world}"
+        )
+    return asked
+
+
 # --- where workers meet ------------------------------------------------------------------------
+
+
+def _meet(place: _Place, backend: str, timeout_seconds: float) -> None:
+    """Make the process group, through the file MEGABATCH_STORE or at MASTER_ADDR."""
+    import torch.distributed as dist
+
+    me = f"this is worker {place.rank} of {place.world}"
+    store = None
+    if path := os.environ.get("MEGABATCH_STORE"):
+        store = _shared_file(path, place, me)
+    elif "MASTER_ADDR" in os.environ:
+        # Two Slurm jobs may share their first host.
+        port = 20000 + int(os.environ.get("SLURM_JOB_ID", 9500)) % 10000
+        os.environ.setdefault("MASTER_PORT", str(port))
+    else:
+        raise UserError(
+            f"{me} but nothing says where they meet: set MASTER_ADDR to the first host, or "
+            f"MEGABATCH_STORE to a file all can reach"
+        )
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    except dist.DistNetworkError as error:
+        address = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
+        raise UserError(
+            f"{me} but they cannot meet at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+
 
 # What a worker writes into the shared file: the same when a process joins twice, never another's.
 _MARK = uuid.uuid4().hex
 
 
-def _meet(place: _Place, backend: str, timeout_seconds: float) -> None:
-    """Make the process group, at MASTER_ADDR or through the file MEGABATCH_STORE."""
+def _shared_file(path: str, place: _Place, me: str) -> Any:
+    """The store in a file. One that an earlier run left behind holds addresses of workers that are
+    gone: it is refused, for dialling them fails only when the time is up."""
     import torch.distributed as dist
 
-    who = f"this is worker {place.rank} of {place.world}"
-    timeout = timedelta(seconds=timeout_seconds)
-    path = os.environ.get("MEGABATCH_STORE")
-    store = None
-    if path is not None:
-        try:
-            store = dist.FileStore(path, place.world)
-            mark = store.compare_set(f"megabatch {place.rank}", "", _MARK).decode()
-        except RuntimeError as error:
-            raise UserError(f"MEGABATCH_STORE, {path}, cannot be used: {error}") from None
-        if mark != _MARK:
-            # It holds addresses of workers that are gone; dialling them fails only in the end.
-            raise UserError(
-                f"{who} but another one was: {path} is left from another run; set MEGABATCH_STORE "
-                f"to a file that does not exist yet"
-            )
-    elif "MASTER_ADDR" not in os.environ:
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise UserError(f"MEGABATCH_STORE is {path}, but {me} and sees no such folder")
+    store = dist.FileStore(path, place.world)  # type: ignore[attr-defined]
+    if store.compare_set(f"megabatch {place.rank}", "", _MARK) != _MARK.encode():
         raise UserError(
-            f"{who} but nothing says where they meet: set MASTER_ADDR to the first host, or "
-            f"MEGABATCH_STORE to a file all can reach"
+            f"{me} but {path} knows another: it is left from an earlier run; set MEGABATCH_STORE "
+            f"to a file that does not exist yet"
         )
-    # Two Slurm jobs may share their first host.
-    job = int(os.environ.get("SLURM_JOB_ID", 9500))
-    os.environ.setdefault("MASTER_PORT", str(20000 + job % 10000))
-    try:
-        dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout
-        )
-    except dist.DistNetworkError as error:
-        raise UserError(
-            f"{who} but they cannot meet at MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT "
-            f"{os.environ['MASTER_PORT']}: {str(error).splitlines()[0]}"
-        ) from None
+    return store
 
 
 # --- local workers -----------------------------------------------------------------------------
@@ -286,6 +310,8 @@ def _results(processes: list[Any], pipes: list[Connection]) -> list[Any]:
                 code = processes[rank].exitcode
                 how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
                 raise WorkerFailed(f"{who} ended {how}")
+            if kind == "explained":
+                raise RunFailed(value)
             if kind == "mistake":
                 raise UserError(value)
             if kind == "failure":
@@ -334,6 +360,8 @@ def _work(
         say("result", function(*arguments))
     except UserError as error:
         say("mistake", str(error))
+    except RunFailed as error:
+        say("explained", str(error))
     except BaseException:
         say("failure", traceback.format_exc())
     pipe.close()

@@ -28,6 +28,10 @@ class UserError(ValueError):
     2)."""
 
 
+class RunFailed(RuntimeError):
+    """A run that cannot go on, and why, in its own words (exit status 1, no traceback)."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The way out for an unknown name: the nearest known one, or all of them."""
     names = list(known)
@@ -206,7 +210,6 @@ class Config:
     """evaluate and save a moving average of the weights with this decay a step (0: none)"""
     init: str = ""
     """begin from the weights in this safetensors file; a head of other classes is made anew"""
-    noise: Noise = field(default_factory=lambda: Noise())
     ratio_band: tuple[float, float] = (1e-5, 100.0)
     """an alarm line is printed when a layer's trust ratio leaves this band"""
     seed: int = 0
@@ -224,6 +227,7 @@ class Config:
     bucket_mb: float = 25.0
     """gradients leave in buckets of this many megabytes"""
     data: Data = field(default_factory=Data)
+    noise: Noise = field(default_factory=Noise)
     lr: LearningRate = field(default_factory=LearningRate)
     optimizer: Optimizer = field(default_factory=Optimizer)
 
@@ -233,10 +237,10 @@ class Config:
     def all_stages(self) -> tuple[Stage, ...]:
         return (Stage(0.0, self.batch, self.optimizer.momentum), *self.stages)
 
-    def lr_at(self, epoch: float, stage: int = 0) -> float:
-        """The learning rate at an epoch, in a stage of the batch."""
+    def lr_at(self, epoch: float, batch: int | None = None) -> float:
+        """The learning rate at an epoch for a step of that batch (None: the first stage's)."""
         rate = self.lr.over(self.batch, self.epochs)(epoch)
-        return rate * self.all_stages[stage].batch / self.batch if self.follow else rate
+        return rate * (batch or self.batch) / self.batch if self.follow else rate
 
     def momentum_at(self, stage: int) -> float:
         """The momentum in a stage: the last one that a stage so far has set."""
@@ -378,6 +382,20 @@ class Config:
             need(
                 getattr(self, name) >= 0, f"{name} is negative; give epochs, or 0 for the end only"
             )
+        need(
+            self.precision in ("bf16", "fp16") or not self.half_weights,
+            f"half_weights needs --precision bf16 or fp16, not {self.precision}",
+        )
+        need(self.loss_scale is None or self.loss_scale > 0, "loss_scale must be more than 0")
+        need(0 <= self.ema < 1, f"ema is {self.ema:g}; it must be at least 0 and below 1")
+        need(
+            not (self.noise.follow and self.stages),
+            "the batch follows either its stages or the noise: drop --stages or --noise.follow",
+        )
+        if self.noise.follow:
+            self._check_noise(need)
+        need(0 <= self.noise.memory < 1, "noise.memory must be at least 0 and below 1")
+        need(self.noise.share > 0, "noise.share must be more than 0")
         need(self.keep >= 1, f"keep is {self.keep}; at least one checkpoint must stay")
         need(self.bucket_mb > 0, f"bucket_mb is {self.bucket_mb:g}; it must be more than 0")
         self._check_data(need)
@@ -388,13 +406,21 @@ class Config:
                 raise UserError(str(error)) from None
         return self
 
+    def _check_noise(self, need: typing.Callable[[bool, str], None]) -> None:
+        for name in ("least", "most"):
+            bound = getattr(self.noise, name)
+            need(
+                bound >= 0 and bound % self.micro == 0,
+                f"noise.{name} {bound} cannot be made of micro-batches of {self.micro}",
+            )
+        need(
+            self.noise.least <= self.batch <= (self.noise.most or self.batch),
+            f"batch {self.batch} lies outside noise.least {self.noise.least} and "
+            f"noise.most {self.noise.most}",
+        )
+
     def _check_data(self, need: typing.Callable[[bool, str], None]) -> None:
         data = self.data
-        need(
-            data.source not in ("folder", "pack") or data.path != "",
-            "no images were named: give --data.path a pack (FILE.arrow), or a folder with "
-            "train/CLASS/ and val/CLASS/",
-        )
         need(
             data.stage == "" or data.kind == "pack",
             "data.stage copies packs, but the images are no pack: make one with megabatch pack",

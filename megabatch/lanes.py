@@ -42,9 +42,10 @@ class Part(NamedTuple):
 
 
 Walk = Callable[["ThreadLane | StreamLane"], None]
+OnError = Callable[["Pending", BaseException], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Pending:
     """A sum on its way: `segments` of it are still to be done."""
 
@@ -94,8 +95,8 @@ class Pending:
 class ThreadLane:
     """A lane on CPU: a thread of its own, sends over gloo kept apart by a tag of its own."""
 
-    def __init__(self, index: int, device: torch.device) -> None:
-        self.index = index
+    def __init__(self, index: int, device: torch.device, on_error: OnError) -> None:
+        self.index, self._on_error = index, on_error
         self.scratch = Scratch(device)
         self._work: SimpleQueue[tuple[Walk, Pending]] = SimpleQueue()
         self._expected: deque[list[tuple[Move, Tensor, Any]]] = deque()
@@ -145,15 +146,18 @@ class ThreadLane:
                 try:
                     walk(self)
                 except BaseException as error:
-                    pending.end(error)
+                    self._on_error(pending, error)
                 else:
                     pending.one_done()
 
 
 class StreamLane:
-    """A lane on CUDA: a stream and NCCL communicators of its own; the host never waits."""
+    """A lane on CUDA: a stream and NCCL communicators of its own; the host never waits.
 
-    def __init__(self, index: int, device: torch.device) -> None:
+    Errors are raised where the segment is submitted, or reported by NCCL's own watchdog.
+    """
+
+    def __init__(self, index: int, device: torch.device, on_error: OnError) -> None:
         self.index = index
         self._stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):

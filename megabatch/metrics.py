@@ -8,10 +8,11 @@ device: a step's numbers are read one step later (`Pending`).
 from __future__ import annotations
 
 import json
+import math
 import platform
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,46 +25,81 @@ from torch import Tensor
 from megabatch.batch import Step
 from megabatch.config import Config
 
+Band = tuple[float, float]
+
 
 @dataclass(frozen=True)
 class Told:
-    """What the control vector of a step says, on the host."""
+    """What the host learns of a step, one step later. Sums of squares are without the loss
+    scale."""
 
     step: Step
+    squares: float
+    """of the micro-batches' gradients, each divided by their number"""
+    stop: bool
+    number: int
+    """the first worker's, in the control vector: the batch it proposes"""
     loss: float
     top1: float
     top5: float
-    squares: float
-    stop: bool
+    mean_square: float
+    """squared norm of the whole gradient"""
+    loss_scale: float
+    skipped: bool
 
 
 class Pending:
-    """Control vectors on their way to the host: each is read one step after it was made."""
+    """Numbers of a step on their way to the host: each step's are read one step later."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Step, Tensor, Any]] = []
 
-    def put(self, step: Step, head: Tensor) -> Told | None:
-        """Queue a step's head of the control vector; returns the step before's, if there was
-        one."""
+    def put(self, step: Step, numbers: Tensor) -> Told | None:
+        """Queue a step's numbers, in Told's order; returns the step before's, if there was one."""
         told = self.take()
         event = None
-        if head.is_cuda:
-            head = head.to("cpu", non_blocking=True)
+        if numbers.is_cuda:
+            numbers = numbers.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._waiting.append((step, head, event))
+        self._waiting.append((step, numbers, event))
         return told
 
     def take(self) -> Told | None:
         if not self._waiting:
             return None
-        step, head, event = self._waiting.pop(0)
+        step, numbers, event = self._waiting.pop(0)
         if event is not None:
             event.synchronize()
-        squares, stop, loss, top1, top5 = head.tolist()
-        n = step.batch
-        return Told(step, loss / n, top1 / n, top5 / n, squares, stop > 0)
+        return _told(step, numbers.tolist())
+
+    def state(self) -> list[Any]:
+        """What waits, for a checkpoint: the resumed run learns it as this one would have."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return [(asdict(step), numbers.tolist()) for step, numbers, _ in self._waiting]
+
+    def restore(self, state: list[Any]) -> None:
+        for step, numbers in state:
+            numbers[1] = 0.0  # whoever resumes does not want to stop
+            self._waiting.append((Step(**step), torch.tensor(numbers, dtype=torch.float64), None))
+
+
+def _told(step: Step, numbers: list[float]) -> Told:
+    squares, stop, number, loss, top1, top5, mean_square, scale, good = numbers
+    n = step.batch
+    return Told(
+        step,
+        squares / scale**2,
+        stop > 0,
+        int(number),
+        loss / n,
+        top1 / n,
+        top5 / n,
+        mean_square,
+        scale,
+        good == 0,
+    )
 
 
 class Log:
@@ -106,11 +142,11 @@ class Log:
     def say(self, words: str) -> None:
         self._console.print(words, highlight=False, soft_wrap=True)
 
-    def step(self, told: Told, lr: float, momentum: float) -> None:
+    def step(self, told: Told, lr: float, momentum: float, noise_scale: float | None) -> None:
         now = time.monotonic()
         rate = told.step.batch / max(now - self._last, 1e-9)
         self._last = now
-        record = {
+        record: dict[str, Any] = {
             "step": told.step.index,
             "seen": told.step.seen + told.step.batch,
             "epoch": told.step.epoch,
@@ -121,7 +157,10 @@ class Log:
             "momentum": momentum,
             "batch": told.step.batch,
             "images_per_second": rate,
-            "squared_micro_norms": told.squares,
+            "gradient_norm": math.sqrt(told.mean_square) if told.mean_square >= 0 else None,
+            "noise_scale": noise_scale,
+            "loss_scale": told.loss_scale,
+            "skipped": told.skipped,
         }
         self._write("train", record)
         if self._progress is not None:
@@ -142,14 +181,30 @@ class Log:
         )
         self._last = time.monotonic()
 
+    def layers(
+        self, step: int, seen: int, layers: dict[str, tuple[float, float, float]], band: Band
+    ) -> None:
+        """Each adapted layer's trust ratio, weight norm and gradient norm; alarms for ratios out of
+        their band."""
+        for name, (ratio, weight_norm, gradient_norm) in layers.items():
+            record = {"ratio": ratio, "weight_norm": weight_norm, "gradient_norm": gradient_norm}
+            self._write("layer", {"step": step, "seen": seen, "name": name, **record})
+            if not band[0] <= ratio <= band[1]:
+                self.say(
+                    f"alarm: the trust ratio of {name} is {ratio:.3g} at step {step}, outside "
+                    f"{band[0]:g} to {band[1]:g} (|w| {weight_norm:.3g}, |g| {gradient_norm:.3g})"
+                )
+
     def _write(self, kind: str, record: dict[str, Any]) -> None:
         if self._file is None:
             return
+        record = {k: v if not _unsayable(v) else None for k, v in record.items()}
         self._file.write(json.dumps({"kind": kind, **record}) + "\n")
         self._file.flush()
+        place = f"{kind}/{record['name']}" if "name" in record else kind
         for name, value in record.items():
-            if name not in ("step", "seen"):
-                self._board.add_scalar(f"{kind}/{name}", value, record["seen"])
+            if name not in ("step", "seen", "name") and value is not None:
+                self._board.add_scalar(f"{place}/{name}", value, record["seen"])
 
     def close(self) -> None:
         if self._progress is not None:
@@ -159,11 +214,22 @@ class Log:
             self._board.close()
 
 
-def drop_after(path: Path, seen: int) -> None:
-    """Forget the lines that a run wrote after the checkpoint it resumes from."""
-    if path.exists():
-        lines = [line for line in path.read_text().splitlines() if json.loads(line)["seen"] <= seen]
-        path.write_text("".join(line + "\n" for line in lines))
+def _unsayable(value: Any) -> bool:
+    """JSON has no word for infinities and nan."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def drop_after(path: Path, seen: int, told: int) -> None:
+    """Forget the lines that a run wrote after the checkpoint it resumes from: evaluations of more
+    images than it had seen, and steps from number `told` on, which will be told again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        if record["step"] < told if record["kind"] == "train" else record["seen"] <= seen:
+            kept.append(line + "\n")
+    path.write_text("".join(kept))
 
 
 def show_table(rows: list[tuple[str, str, str]], title: str) -> None:

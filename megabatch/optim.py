@@ -67,8 +67,14 @@ class _Layerwise(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the weights that have a gradient; the host never waits for the device."""
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, good: Tensor | None = None
+    ) -> float | None:
+        """Update the weights that have a gradient; the host never waits for the device.
+
+        `good`, a boolean on the device, says whether the step counts: where it is false weights and
+        buffers stay as they were (an overflow of half precision, say).
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -80,10 +86,33 @@ class _Layerwise(torch.optim.Optimizer):
         ]
         if any(p.grad.layout != torch.strided for _, weights in work for p in weights):
             raise ValueError(f"{type(self).__name__} needs dense gradients, got a sparse one.")
+        for group in self.param_groups:
+            self._prepare(group)
+        kept = None if good is None else self._tensors(copied=True)
         for group, weights in work:
             if weights:
                 self._update(group, weights, [p.grad for p in weights])
+        if good is not None and kept is not None:
+            for key, tensor in self._tensors(copied=False).items():
+                # A buffer that this step made holds nothing if the step does not count.
+                old = kept.get(key, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+                tensor.copy_(torch.where(good, tensor, old))
         return loss
+
+    def _tensors(self, copied: bool) -> dict[Any, Tensor]:
+        """All weights and buffers that a step may change."""
+        found: dict[Any, Tensor] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    found[p] = p
+                    for name, value in self.state.get(p, {}).items():
+                        if isinstance(value, Tensor):
+                            found[p, name] = value
+        return {key: tensor.clone() for key, tensor in found.items()} if copied else found
+
+    def _prepare(self, group: Group) -> None:
+        """What happens to a group's buffers whether or not the step counts."""
 
     @property
     def ratios(self) -> dict[Tensor, Adaptation]:
@@ -184,8 +213,6 @@ class LARS(_Layerwise):
         elif group["form"] == "paper":
             updates = torch._foreach_mul(updates, inside)
 
-        if group["momentum_correction"]:
-            self._correct_momentum(group, rate)
         if group["momentum"] != 0:
             buffers = self._accumulate(group["momentum"], weights, updates)
             if group["nesterov"]:
@@ -206,7 +233,11 @@ class LARS(_Layerwise):
             ratios = (ratios / rate).clamp(max=1.0)
         return self._note(weights, ratios, weight_norms, gradient_norms)
 
-    def _correct_momentum(self, group: Group, rate: float) -> None:
+    def _prepare(self, group: Group) -> None:
+        """Momentum correction."""
+        if not group["momentum_correction"]:
+            return
+        rate = group["lr"] * group["share"]
         previous, group["previous_rate"] = group["previous_rate"], rate
         # All buffers of the group, also those of weights without a gradient in this step: there is
         # one previous rate for all of them.

@@ -9,7 +9,7 @@ the last time in a step it leaves for the other workers, always in the same orde
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -123,13 +123,19 @@ def _folds(count: int, dealt: Node) -> list[int]:
     return [fold for node in largest_nodes(count, dealt) for fold in folds(node)]
 
 
+def sum_dtype(tensor: Tensor) -> torch.dtype:
+    """What gradients of a tensor are summed in: half precision in fp32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
 class Bucket:
-    """Some parameters whose gradients travel together in one flat vector."""
+    """Some parameters whose gradients travel together in one flat vector, half ones in fp32."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.sizes = [p.numel() for p in parameters]
-        self.tree = TreeSum(sum(self.sizes), parameters[0].detach())
+        like = parameters[0].detach()
+        self.tree = TreeSum(sum(self.sizes), like.to(sum_dtype(like)))
         self.missing = len(parameters)
 
     def begin(self, count: int, dealt: Node) -> None:
@@ -156,13 +162,14 @@ class Bucket:
 
 
 def buckets_of(parameters: Iterable[nn.Parameter], limit_bytes: float) -> list[Bucket]:
-    """Buckets of one dtype each and about limit_bytes, the last parameters (whose gradients come
-    first) in the first bucket."""
+    """Buckets of about limit_bytes, the last parameters (whose gradients come first) in the first
+    bucket; each of gradients that are summed in one dtype."""
     buckets: list[list[nn.Parameter]] = []
     nbytes = 0
     for p in reversed(list(parameters)):
         size = p.numel() * p.element_size()
-        if not buckets or nbytes + size > limit_bytes or p.dtype != buckets[-1][0].dtype:
+        other = buckets and sum_dtype(p) != sum_dtype(buckets[-1][0])
+        if not buckets or nbytes + size > limit_bytes or other:
             buckets.append([])
             nbytes = 0
         buckets[-1].append(p)
@@ -201,13 +208,14 @@ class GradientSum:
     """The bucket engine: begin(count), backward(...) for each micro-batch dealt here, then
     finish().
 
-    After finish() the .grad of every trainable parameter is the sum over the global batch, on every
-    worker, until the next begin(). The control vector rides behind the last bucket: entry 0 is the
-    sum of the squared norms of the micro-batches' gradients, entry 1 the number of workers told to
-    stop; what else it holds is the caller's.
+    After finish() the .grad of every trainable parameter (of its master, where it has one) is the
+    sum over the global batch, on every worker, until the next begin(). The control vector rides
+    behind the last bucket: entry 0 is the sum of the squared norms of the micro-batches' gradients,
+    entry 1 the number of workers told to stop, entry 2 a number from the first worker; what else it
+    holds is the caller's.
     """
 
-    RESERVED = 2
+    RESERVED = 3
 
     def __init__(
         self,
@@ -217,11 +225,13 @@ class GradientSum:
         *,
         tree: bool,
         bucket_bytes: float = 25e6,
+        masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
     ) -> None:
         parameters = [p for p in module.parameters() if p.requires_grad]
         double = any(p.dtype == torch.float64 for p in parameters)
         dtype = torch.float64 if double else torch.float32
         like = torch.empty(0, dtype=dtype, device=cluster.device)
+        self._masters = masters or {}
         self._cluster, self._by_tree = cluster, tree
         self._buckets = buckets_of(parameters, bucket_bytes)
         self._control = TreeSum(self.RESERVED + control, like)
@@ -251,14 +261,18 @@ class GradientSum:
             if bucket.tree.pushed < self._passes:  # backward did not reach all of its parameters
                 self._collect(bucket)
         row = self._control.fresh()
-        row[0], row[1], row[self.RESERVED :] = self._squares, 0.0, control
+        row[: self.RESERVED] = 0.0
+        row[0], row[self.RESERVED :] = self._squares, control
         self._control.push(row)
 
-    def finish(self, stop: bool = False) -> Tensor:
-        """End the step; returns the control vector, on the device."""
+    def finish(self, stop: bool = False, number: float = 0.0) -> Tensor:
+        """End the step; returns the control vector, on the device. Only the first worker's number
+        counts."""
         self._leave()
         own = self._control.fresh().zero_()
         own[1] = float(stop)
+        if self._cluster.first:
+            own[2] = number
         self._send(self._control, own)
         if self._lane is not None:
             self._lane.wait()
@@ -266,8 +280,18 @@ class GradientSum:
             for p, gradient in zip(
                 bucket.parameters, bucket.views(self._sums[bucket.tree]), strict=True
             ):
-                p.grad = gradient
+                self._masters.get(p, p).grad = gradient
         return self._sums[self._control]
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients: after finish(), to undo a loss scale."""
+        for bucket in self._buckets:
+            self._sums[bucket.tree].mul_(factor)
+
+    def squared_norm(self) -> Tensor:
+        """Of the whole gradient, after finish()."""
+        sums = [self._sums[bucket.tree] for bucket in self._buckets]
+        return torch.stack([total.dot(total) for total in sums]).sum()
 
     def _arrived(self, bucket: Bucket) -> None:
         bucket.missing -= 1

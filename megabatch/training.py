@@ -1,40 +1,37 @@
-"""Training: train(config) is the loop, read from top to bottom; evaluate counts every image
-once."""
+"""Training: train(config) is the loop, read from top to bottom; score counts every image once."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from megabatch import checkpoint, models
-from megabatch.batch import deal, steps
-from megabatch.batchnorm import move_averages, statistics, statistics_length, use_spans
+from megabatch import checkpoint
+from megabatch.batch import Step, deal, step_at
+from megabatch.batchnorm import move_averages, statistics
 from megabatch.cluster import Cluster
-from megabatch.config import Config, UserError
+from megabatch.config import Config, RunFailed, UserError
 from megabatch.data.loader import Loader, MicroBatch, validation
 from megabatch.data.source import Source, open_sources
-from megabatch.keyed import Purpose, key_dropout, keyed, set_positions
-from megabatch.metrics import Log, Pending, drop_after, environment, show_table
-from megabatch.optim import LARS, parameter_groups
-from megabatch.sync import GradientSum, TreeSum
+from megabatch.keyed import Purpose, keyed, set_positions
+from megabatch.metrics import Log, Pending, Told, show_table
+from megabatch.noise import following_batch
+from megabatch.parts import COUNTS, Parts, assemble
+from megabatch.precision import autocast, full_dtype
+from megabatch.process import compute_settings, stop_requests
+from megabatch.runfolder import RunFolder
+from megabatch.sync import TreeSum
 
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-# The control vector after its reserved entries: loss sum, top-1 count, top-5 count, then batch
-# norm's.
-_COUNTS = 3
+_MOST_SKIPPED = 20
 
 
 @dataclass(frozen=True)
@@ -74,131 +71,128 @@ def train(
     """
     config = _with_own_parts(config, model, data).check()
     cluster = cluster or Cluster.from_env()
-    folder = None if out is None else Path(out)
-    with (
-        _settings(config, cluster),
-        _stop_requests() as stop_asked,
-        contextlib.ExitStack() as ending,
-    ):
+    with contextlib.ExitStack() as ending:
+        ending.enter_context(compute_settings(config, cluster))
+        stop_asked = ending.enter_context(stop_requests())
         train_set, val_set = open_sources(config, data)
-        net = prepare(config, cluster, train_set.classes, model)
-        optimizer = LARS(
-            parameter_groups(net, config.optimizer.weight_decay, share=config.optimizer.share),
-            lr=0.0,
-            momentum=config.optimizer.momentum,
-            trust=config.optimizer.trust,
-            eps=config.optimizer.eps,
-            nesterov=config.optimizer.nesterov,
-            form=config.optimizer.form,
-            momentum_correction=config.optimizer.momentum_correction,
-        )
-        engine = GradientSum(
-            net,
-            cluster,
-            _COUNTS + statistics_length(net),
-            tree=config.deterministic,
-            bucket_bytes=config.bucket_mb * 1e6,
-        )
-        state = _begin(config, cluster, folder, resume, net, optimizer)
         images, total = len(train_set), config.epochs * len(train_set)
+        parts = assemble(config, cluster, train_set.classes, model)
+        folder = RunFolder(None if out is None else Path(out), config, cluster)
+        state = folder.begin(resume, parts)
+
         if cluster.first and not quiet:
             show_table(config.derived(images, cluster.world), f"megabatch train {config.name}")
-        log = Log(config, images, folder if cluster.first else None, quiet or not cluster.first)
-        loader = Loader(train_set, config, cluster, _DTYPES[config.precision])
+        log = Log(config, images, folder.for_log, quiet or not cluster.first)
+        loader = Loader(train_set, config, cluster, full_dtype(config))
         ending.callback(log.close)
         ending.callback(loader.close)
+        if state.seen:
+            log.say(f"resumed at step {state.steps}, epoch {state.seen / images:.2f}")
 
-        pending, result, ended = Pending(), state["evaluation"], "finished"
-        earlier, idle, began = state["seconds"], 0.0, time.monotonic() - state["seconds"]
-        first_seen, index, seen = state["seen"], state["steps"], state["seen"]
-        if first_seen:
-            log.say(f"resumed at step {index}, {seen:,} images seen, epoch {seen / images:.2f}")
+        net, optimizer, engine, scale = parts.net, parts.optimizer, parts.engine, parts.scale
+        pending, ended, skipped = Pending(), "finished", 0
+        pending.restore(state.pending)
+        recent: deque[tuple[Step, list[tuple[int, Tensor]]]] = deque(maxlen=2)
+        began, first_seen, idle = time.monotonic() - state.seconds, state.seen, state.seconds
 
-        def save() -> None:
-            state.update(
-                seen=seen, steps=index, evaluation=result, seconds=time.monotonic() - began
-            )
-            if folder is not None and cluster.first:
-                checkpoint.save(folder / "checkpoints", net, optimizer, state, config.keep)
-
-        for step in steps(config.all_stages, images, config.epochs, index, seen):
-            lr, momentum = config.lr_at(step.epoch, step.stage), config.momentum_at(step.stage)
+        while state.seen < total and ended == "finished":
+            step = step_at(config.all_stages, images, state.steps, state.seen, state.batch)
+            lr, momentum = config.lr_at(step.epoch, step.batch), config.momentum_at(step.stage)
             for group in optimizer.param_groups:
-                group["lr"], group["momentum"] = lr, momentum
+                group["lr"] = lr
+                if "momentum" in group:
+                    group["momentum"] = momentum
 
+            # Forward and backward over the micro-batches dealt here; buckets leave meanwhile.
             count = step.batch // config.micro
             engine.begin(count)
             net.train()
+            losses: list[tuple[int, Tensor]] = []
             for micro in loader.share(step):
-                engine.backward(*_forward(net, micro, step.batch, config))
-            control = engine.finish(stop=stop_asked())
-            optimizer.step()
-            head = engine.RESERVED + _COUNTS
-            move_averages(net, control[head:] / count, config.bn_momentum)
+                loss, control = _forward(net, micro, step.batch, config, cluster.device)
+                losses.append((micro.first, loss.detach()))
+                engine.backward(loss * scale.value if scale.on else loss, control)
+            control = engine.finish(stop_asked(), state.proposed)
+            recent.append((step, losses))
 
-            index, seen, epoch = (
-                step.index + 1,
-                step.seen + step.batch,
-                (step.seen + step.batch) / images,
-            )
-            told = pending.put(step, control[:head])
+            # The update. Whether it counts is decided on the device, alike on every worker.
+            good = torch.isfinite(control[0])
+            if scale.on:
+                engine.scale(1 / scale.value)
+            optimizer.step(good=good)
+            parts.masters.write_back()
+            head = engine.RESERVED + COUNTS
+            move_averages(net, control[head:] / count, config.bn_momentum, good)
+            parts.average.update(good)
+            rest = [n.to(control) for n in (engine.squared_norm(), scale.value, good)]
+            numbers = torch.cat([control[:head], torch.stack(rest)])
+            scale.update(good)
+            state.steps, state.seen = step.index + 1, step.seen + step.batch
+
+            # What the host learns, a step later.
+            told = pending.put(step, numbers)
             if told is not None:
-                log.step(told, config.lr_at(told.step.epoch, told.step.stage), momentum)
+                skipped = skipped + 1 if told.skipped else 0
+                _take_in(told, config, state, log)
+                if skipped == _MOST_SKIPPED or (_diverged(told) and not scale.dynamic):
+                    raise _diagnosis(told, parts, recent, folder, cluster)
                 if told.stop:
                     ended = "stopped"
-                    break
-            last = seen >= total
-            paused = time.monotonic()
-            if last or _due(step.epoch, epoch, config.eval_every):
-                result = score(net, val_set, config, cluster)
-                log.evaluation(index, seen, epoch, result)
-                if config.target_accuracy is not None and result["top1"] >= config.target_accuracy:
+
+            # Now and then: evaluate, save.
+            paused, last = time.monotonic(), state.seen >= total
+            epoch = state.seen / images
+            if ended == "finished" and (last or _due(step.epoch, epoch, config.eval_every)):
+                with parts.average.in_place():
+                    state.evaluation = score(net, val_set, config, cluster)
+                log.evaluation(state.steps, state.seen, epoch, state.evaluation)
+                log.layers(step.index, state.seen, parts.layers(), config.ratio_band)
+                target = config.target_accuracy
+                if target is not None and state.evaluation["top1"] >= target:
                     ended = "target"
             if not last and ended == "finished" and _due(step.epoch, epoch, config.save_every):
-                save()
+                state.pending = pending.state()
+                folder.save(state, parts, began)
             idle += time.monotonic() - paused
-            if ended != "finished":
-                break
 
+        seconds = time.monotonic() - began
+        state.pending = pending.state()
+        folder.save(state, parts, began)
         told = pending.take()
         if told is not None:
-            log.step(told, lr, momentum)
-        seconds = time.monotonic() - began
-        trained = max(seconds - earlier - idle, 1e-9)
-        save()
+            _take_in(told, config, state, log)
         cluster.barrier()
         summary = Summary(
-            **result,
-            steps=index,
-            seen=seen,
-            epochs=seen / images,
+            **state.evaluation,
+            steps=state.steps,
+            seen=state.seen,
+            epochs=state.seen / images,
             seconds=seconds,
-            images_per_second=(seen - first_seen) / trained,
+            images_per_second=(state.seen - first_seen) / max(seconds - idle, 1e-9),
             world=cluster.world,
             weights_sha256=checkpoint.weights_sha256(net),
-            out=None if folder is None else str(folder),
+            out=None if folder.path is None else str(folder.path),
             ended=ended,
         )
-        if folder is not None and cluster.first:
-            (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n")
+        folder.write("summary.json", asdict(summary))
         return summary
 
 
-def prepare(
-    config: Config, cluster: Cluster, classes: int, model: nn.Module | None = None
-) -> nn.Module:
-    """The module of a run: the same weights on every worker, batch norm by spans, dropout keyed."""
-    torch.manual_seed(config.seed)
-    net = model
-    if net is None:
-        net = models.build(config.model, classes, config.data.channels, config.data.size)
-    use_spans(net, config.span)
-    key_dropout(net, config.seed)
-    net.to(cluster.device, _DTYPES[config.precision])
-    if cluster.world > 1:
-        for tensor in net.state_dict().values():
-            dist.broadcast(tensor, src=0)
-    return net
+def _take_in(told: Told, config: Config, state: Any, log: Log) -> None:
+    """A step's numbers: the noise scale, the batch the first worker proposes, the log's line."""
+    step = told.step
+    state.noise.update(
+        told.squares,
+        told.mean_square,
+        step.batch // config.micro,
+        config.micro,
+        config.noise.memory,
+    )
+    if config.noise.follow:
+        state.batch = told.number or step.batch
+        state.proposed = following_batch(config, state.batch, state.noise.scale)
+    lr, momentum = config.lr_at(step.epoch, step.batch), config.momentum_at(step.stage)
+    log.step(told, lr, momentum, state.noise.scale)
 
 
 def evaluate(
@@ -215,7 +209,7 @@ def evaluate(
     written = Path(run) / "config.json"
     if not written.exists():
         raise UserError(f"{run} is not the folder of a run: it has no config.json")
-    config = Config.from_json(written.read_text())
+    config = replace(Config.from_json(written.read_text()), init="")
     for own, given, word in ((config.model, model, "model"), (config.data.source, data, "data")):
         if own.startswith("own") and given is None:
             raise UserError(
@@ -226,17 +220,15 @@ def evaluate(
     if found is None:
         raise UserError(f"{run} has no good checkpoint to evaluate")
     cluster = cluster or Cluster.from_env()
-    with _settings(config, cluster):
+    with compute_settings(config, cluster):
         _, val_set = open_sources(config, data)
-        net = prepare(config, cluster, val_set.classes, model)
-        checkpoint.load_weights(found, net)
-        result = score(net, val_set, config, cluster)
-    return {
-        **result,
-        "seen": checkpoint.seen(found),
-        "checkpoint": str(found),
-        "world": cluster.world,
-    }
+        parts = assemble(config, cluster, val_set.classes, model)
+        checkpoint.load_weights(found, parts.net)
+        parts.load(checkpoint.load_extra(found))
+        with parts.average.in_place():
+            result = score(parts.net, val_set, config, cluster)
+    seen = checkpoint.seen(found)
+    return {**result, "seen": seen, "checkpoint": str(found), "world": cluster.world}
 
 
 @torch.no_grad()
@@ -245,24 +237,27 @@ def score(net: nn.Module, source: Source, config: Config, cluster: Cluster) -> d
     net.eval()
     # Each micro-batch is a leaf of the tree: the loss too is the same on any number of workers.
     count = -(-len(source) // config.micro)
-    total = TreeSum(_COUNTS, torch.empty(0, dtype=_DTYPES[config.precision], device=cluster.device))
+    like = torch.empty(0, dtype=full_dtype(config), device=cluster.device)
+    total = TreeSum(COUNTS, like)
     total.begin(count, deal(count, cluster.world)[cluster.rank])
-    for images, labels in validation(source, config, cluster, _DTYPES[config.precision]):
-        logits = net(images)
+    for images, labels in validation(source, config, cluster, full_dtype(config)):
+        with autocast(config, cluster.device):
+            logits = net(images).to(like)
         total.push(_counts(logits, labels, cross_entropy(logits, labels, reduction="sum")))
     loss, top1, top5 = total.all_reduce(cluster, by_tree=True).tolist()
     return {"top1": top1 / len(source), "top5": top5 / len(source), "loss": loss / len(source)}
 
 
 def _forward(
-    net: nn.Module, micro: MicroBatch, batch: int, config: Config
+    net: nn.Module, micro: MicroBatch, batch: int, config: Config, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """A micro-batch's loss, as its part of the mean over the global batch, and its control
     numbers."""
     set_positions(net, micro.positions)
     # For randomness of a caller's own module: torch's generator is keyed by position too.
     torch.manual_seed(keyed(config.seed, Purpose.GENERATOR, micro.first))
-    logits = net(micro.images)
+    with autocast(config, device):
+        logits = net(micro.images).to(full_dtype(config))
     loss = cross_entropy(
         logits, micro.labels, reduction="sum", label_smoothing=config.label_smoothing
     )
@@ -289,94 +284,50 @@ def _with_own_parts(config: Config, model: nn.Module | None, data: Any) -> Confi
     return config
 
 
-def _begin(
-    config: Config,
+def _diverged(told: Told) -> bool:
+    return told.skipped or not math.isfinite(told.loss)
+
+
+def _diagnosis(
+    told: Told,
+    parts: Parts,
+    recent: deque[tuple[Step, list[tuple[int, Tensor]]]],
+    folder: RunFolder,
     cluster: Cluster,
-    folder: Path | None,
-    resume: bool,
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> dict[str, Any]:
-    """The state a run begins with: nothing seen, or the newest good checkpoint's."""
-    nothing = {"top1": 0.0, "top5": 0.0, "loss": float("nan")}
-    state: dict[str, Any] = {"seen": 0, "steps": 0, "seconds": 0.0, "evaluation": nothing}
-    if folder is None:
-        if resume:
-            raise UserError("resume was asked for but no run folder was named: give out")
-        return state
+) -> RunFailed:
+    """What is known of a step whose loss or gradient is not a finite number.
 
-    def choose() -> Path | None:
-        written = folder / "config.json"
-        if written.exists() and not resume:
-            raise UserError(
-                f"{folder} holds a run already: add --resume to go on with it, or name another "
-                f"--out"
-            )
-        if written.exists():
-            _same_run(Config.from_json(written.read_text()), config, folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            written.write_text(config.to_json())
-            (folder / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
-        except OSError as error:
-            raise UserError(
-                f"the run folder {folder} cannot be written: {error.strerror}"
-            ) from error
-        return checkpoint.newest(folder / "checkpoints")
-
-    found = cluster.agree(choose)
-    if found is not None:
-        state = checkpoint.load(found, net, optimizer)
-    if cluster.first:
-        drop_after(folder / "metrics.jsonl", state["seen"])
-    return state
-
-
-def _same_run(before: Config, now: Config, folder: Path) -> None:
-    """A run goes on as it began: what shapes the result may not change."""
-    free = {"eval_every", "save_every", "keep", "target_accuracy", "bucket_mb"}
-    old, new = asdict(before), asdict(now)
-    for name in sorted(old.keys() - free):
-        if old[name] != new[name]:
-            raise UserError(
-                f"{folder} was begun with {name} {old[name]} but {new[name]} is asked for now: "
-                f"resume with the same settings, or name another --out"
-            )
-
-
-@contextlib.contextmanager
-def _settings(config: Config, cluster: Cluster) -> Iterator[None]:
-    """Threads and kernels: fixed ones for a deterministic run, otherwise a fair share of the
-    cores."""
-    threads = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0))
-    if config.deterministic:
-        torch.set_num_threads(1)
-    elif cluster.device.type == "cpu":
-        torch.set_num_threads(max(1, cores // cluster.local_world))
-    exact = torch.are_deterministic_algorithms_enabled()
-    if config.deterministic and cluster.device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(exact)
-
-
-@contextlib.contextmanager
-def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and Ctrl-C only raise a flag here; the control vector tells the other workers."""
-    asked: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in numbers}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
+    Its update was left out, so the weights are still those before it.
+    """
+    losses = next(losses for step, losses in recent if step == told.step)
+    bad = [first for first, loss in losses if not math.isfinite(float(loss))]
+    found: list[Any] = [bad]
+    if cluster.world > 1:
+        found = [None] * cluster.world
+        torch.distributed.all_gather_object(found, bad)
+    positions = sorted(first for part in found for first in part)
+    norms = {name: float(p.detach().norm()) for name, p in parts.net.named_parameters()}
+    step = told.step
+    record = {
+        "step": step.index,
+        "epoch": step.epoch,
+        "loss": str(told.loss),
+        "loss_scale": told.loss_scale,
+        "positions": [step.seen, step.seen + step.batch],
+        "micro_batches_with_bad_loss": positions,
+        "weight_norms": norms,
+    }
+    folder.write("diagnosis.json", record)
+    largest = sorted(norms, key=lambda name: -norms[name])[:3]
+    where = f"at positions {positions[:5]}" if positions else "in the gradient, not in the loss"
+    saved = checkpoint.newest(folder.path / "checkpoints") if folder.path else None
+    return RunFailed(
+        f"step {step.index} (epoch {step.epoch:.2f}) has no finite "
+        f"{'loss' if positions else 'gradient'}: loss {told.loss}, "
+        f"images at positions {step.seen} to {step.seen + step.batch - 1}, found {where}; "
+        f"largest weights: "
+        + ", ".join(f"{name} |w| {norms[name]:.3g}" for name in largest)
+        + "; "
+        + (f"last good checkpoint: {saved}; " if saved else "")
+        + "lower the rate, lengthen the warm-up or check those images"
+    )

@@ -5,7 +5,7 @@ what each returned. Functions must be importable, so they stand at the top of a 
 """
 
 import atexit
-import functools
+import contextlib
 import os
 import tempfile
 import threading
@@ -23,14 +23,19 @@ class RankFailed(AssertionError):
 
 def run_ranks(function, n, *arguments, timeout=120):
     """Results by rank. The workers are a world of exactly n and stay for the next call."""
-    return _workers(n).call(function, arguments, timeout=timeout)
+    if n not in _standing:
+        _dismiss()  # one world at a time: two cores
+        _standing[n] = Workers(n)
+    return _standing[n].call(function, arguments, timeout)
 
 
-@functools.cache
-def _workers(n):
-    workers = Workers(n)
-    atexit.register(workers.close)
-    return workers
+_standing = {}
+
+
+@atexit.register
+def _dismiss():
+    while _standing:
+        _standing.popitem()[1].close()
 
 
 class Workers:
@@ -74,9 +79,7 @@ class Workers:
 
     def _give_up(self, message):
         """The others may wait for ever: end them all, the next call starts new ones."""
-        _workers.cache_clear()
-        atexit.unregister(self.close)
-        self.close()
+        _dismiss()
         raise RankFailed(message)
 
 
@@ -99,7 +102,5 @@ def serve(path):
 
 def _ignoring_the_end(launch, *arguments):
     """The workers leave by os._exit, which their launcher takes for a failure."""
-    try:
+    with contextlib.suppress(Exception):
         launch(*arguments)
-    except Exception:
-        pass

@@ -114,8 +114,8 @@ def test_resizing_keeps_a_recipes_proportions(name):
 
 def test_the_rate_follows_the_batch_or_not():
     config = replace(PLAIN, stages=(Stage(5, 256),), lr=LearningRate(warmup=0, decay="constant"))
-    assert config.lr_at(6, stage=1) == 4 * config.lr_at(1, stage=0)
-    assert replace(config, follow=False).lr_at(6, stage=1) == config.lr_at(1, stage=0)
+    assert config.lr_at(6, batch=256) == 4 * config.lr_at(1)
+    assert replace(config, follow=False).lr_at(6, batch=256) == config.lr_at(1)
 
 
 def test_momentum_stays_until_a_stage_sets_its_own():

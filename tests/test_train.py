@@ -14,7 +14,8 @@ from megabatch.cluster import Cluster, run_local
 from megabatch.config import Config, Data, LearningRate, Optimizer, UserError
 from megabatch.data.loader import Loader
 from megabatch.data.source import open_sources
-from megabatch.training import prepare, score, train
+from megabatch.parts import prepare
+from megabatch.training import score, train
 
 # Two switches of the batch, uneven numbers of micro-batches, dropout, an epoch's end inside a
 # batch.
@@ -228,8 +229,7 @@ def test_the_run_folder_tells_the_whole_story(tmp_path):
     names = {"loss", "top1", "top5", "lr", "momentum", "batch", "images_per_second", "epoch"}
     assert names <= set(steps[0])
     for line in steps:
-        stage = {80: 0, 112: 1, 176: 2}[line["batch"]]
-        assert line["lr"] == CONFIG.lr_at(line["epoch"], stage)
+        assert line["lr"] == CONFIG.lr_at(line["epoch"], line["batch"])
     evaluations = [line for line in lines if line["kind"] == "evaluation"]
     assert len(evaluations) == 3
     assert evaluations[-1]["top1"] == summary.top1

@@ -1,13 +1,14 @@
-"""Augmentation as a function of draws: numbers in [0, 1) keyed by an image's position in the
-stream.
+"""Augmentation of whole batches on the device, as a function of draws keyed by an image's position
+in the stream.
 
-Crops are chosen before an image is resized (by the source, while it decodes); what works on whole
-batches of equal size (flip, shift, normalisation) runs on the device.
+Flip and shift work on bytes; colour jitter (brightness, contrast, saturation in a drawn order) and
+PCA lighting (Krizhevsky 2012; both as Facebook's ResNet code and Goyal 2017 have them) on numbers
+from 0 to 1.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 
 import torch
 from torch import Tensor
@@ -16,54 +17,18 @@ from torch.nn.functional import pad
 from megabatch.config import Data
 from megabatch.keyed import Purpose, uniform
 
-_TRIES = 10
-CROP_DRAWS = 2 * _TRIES + 2
-
-Box = tuple[float, float, float, float]
-"""left, upper, right, lower"""
-
-
-def crop_draws(seed: int, positions: Tensor) -> Tensor:
-    """The numbers that choose the crops of the images at these positions, a row each."""
-    return uniform(seed, Purpose.CROP, positions[:, None], torch.arange(CROP_DRAWS)[None, :])
-
-
-def random_box(data: Data, width: int, height: int, draws: list[float]) -> Box:
-    """A random part of the image by area and aspect, as Inception and Goyal 2017 crop.
-
-    Of ten drawn shapes the first that fits is taken; when none does, the largest centred box whose
-    aspect is within the bounds.
-    """
-    low, high = (math.log(aspect) for aspect in data.crop_aspect)
-    for index in range(_TRIES):
-        share, shape = draws[2 * index : 2 * index + 2]
-        area = (
-            width * height * (data.crop_area[0] + share * (data.crop_area[1] - data.crop_area[0]))
-        )
-        aspect = math.exp(low + shape * (high - low))
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            left = int(draws[-2] * (width - w + 1))
-            upper = int(draws[-1] * (height - h + 1))
-            return left, upper, left + w, upper + h
-    aspect = min(max(width / height, data.crop_aspect[0]), data.crop_aspect[1])
-    w, h = min(width, round(height * aspect)), min(height, round(width / aspect))
-    left, upper = (width - w) // 2, (height - h) // 2
-    return left, upper, left + w, upper + h
-
-
-def centre_box(data: Data, width: int, height: int) -> Box:
-    """The centre crop of evaluation: a square of size / resize of the shorter side."""
-    side = min(width, height) * min(1.0, data.size / (data.resize or data.size * 8 / 7))
-    left, upper = (width - side) / 2, (height - side) / 2
-    return left, upper, left + side, upper + side
+_LUMA = (0.299, 0.587, 0.114)
+# Principal components of ImageNet's colours and their deviations, of RGB on a scale of 0 to 1.
+_COMPONENTS = ((-0.5675, 0.7192, 0.4009), (-0.5808, -0.0045, -0.8140), (-0.5836, -0.6948, 0.4203))
+_DEVIATIONS = (0.2175, 0.0188, 0.0045)
+_CACHED = 1 << 17  # numbers: half a megabyte in single precision
+_ORDERS = tuple(itertools.permutations(range(3)))
 
 
 def augment(images: Tensor, positions: Tensor, data: Data, seed: int) -> Tensor:
-    """Flip and shift a batch of images in place of their positions' draws."""
+    """Flip and shift a batch of uint8 images by their positions' draws; the batch is used up."""
     if data.flip:
-        mirrored = uniform(seed, Purpose.FLIP, positions) < 0.5
-        images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
+        images = _mirror(images, uniform(seed, Purpose.FLIP, positions) < 0.5)
     if data.shift:
         draws = uniform(seed, Purpose.SHIFT, positions[:, None], positions.new_tensor([[0, 1]]))
         by = (draws * (2 * data.shift + 1)).long()
@@ -77,14 +42,110 @@ def augment(images: Tensor, positions: Tensor, data: Data, seed: int) -> Tensor:
     return images
 
 
-def normalise(
-    images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype
+def _mirror(images: Tensor, which: Tensor) -> Tensor:
+    if images.is_cuda:  # to know which on the host would mean waiting for the device
+        return torch.where(which[:, None, None, None], images.flip(3), images)
+    for row in which.nonzero()[:, 0].tolist():
+        images[row] = images[row].flip(2)
+    return images
+
+
+def colour(images: Tensor, positions: Tensor, data: Data, seed: int) -> Tensor:
+    """Colour jitter and lighting of images that are numbers from 0 to 1 (and may leave that
+    range)."""
+    if any(data.jitter):
+        images = _jitter(images, positions, data.jitter, seed)
+    if data.lighting:
+        images = images + _lighting(images, positions, data.lighting, seed)[:, :, None, None]
+    return images
+
+
+def _jitter(
+    images: Tensor, positions: Tensor, strengths: tuple[float, float, float], seed: int
 ) -> Tensor:
-    """uint8 images as numbers of about mean 0 and deviation 1; floats are the caller's own
-    business."""
+    draws = uniform(
+        seed, Purpose.COLOUR, positions[:, None], torch.arange(4, device=positions.device)[None, :]
+    ).to(images.dtype)
+    orders = images.new_tensor(_ORDERS)[(draws[:, 3] * len(_ORDERS)).long()]
+    blends = 1 + (2 * draws[:, :3] - 1) * images.new_tensor(strengths)
+    for turn in range(3):
+        which = orders[:, turn].long()[:, None]
+        keep = blends.gather(1, which)[:, :, None, None]
+        grey = _grey(images)
+        others = torch.stack(
+            [
+                torch.zeros_like(grey),  # brightness: towards black
+                grey.mean((2, 3), keepdim=True).expand_as(grey),  # contrast: towards the mean grey
+                grey,  # saturation: towards its own grey
+            ],
+            1,
+        )
+        other = others[torch.arange(len(images), device=images.device), which[:, 0]]
+        images = images * keep + other * (1 - keep)
+    return images
+
+
+def _grey(images: Tensor) -> Tensor:
+    if images.shape[1] == 1:
+        return images
+    return (images * images.new_tensor(_LUMA).view(1, 3, 1, 1)).sum(1, keepdim=True)
+
+
+def _lighting(images: Tensor, positions: Tensor, strength: float, seed: int) -> Tensor:
+    """A colour for each image: along each principal component, a normal number times its
+    deviation."""
+    # Twelve uniform numbers less six have the mean and deviation of a normal one, and are made by
+    # additions alone: the same bits on every device.
+    keys = torch.arange(36, device=positions.device).view(1, 3, 12)
+    drawn = uniform(seed, Purpose.LIGHTING, positions[:, None, None], keys)
+    normal = (drawn.double().sum(2) - 6).to(images.dtype) * strength
+    components = images.new_tensor(_COMPONENTS) * images.new_tensor(_DEVIATIONS)
+    shift = (normal[:, None, :] * components[None]).sum(2)
+    return shift if images.shape[1] == 3 else shift.mean(1, keepdim=True)
+
+
+def normalise(
+    images: Tensor,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """uint8 images as numbers of about mean 0 and deviation 1, in `out` if that is given; floats
+    are the caller's own business."""
     if images.dtype != torch.uint8:
         return images.to(dtype)
     shape = (1, -1, 1, 1)
     offset = torch.tensor(mean, dtype=dtype, device=images.device).view(shape) * 255
     scale = torch.tensor(std, dtype=dtype, device=images.device).view(shape) * 255
-    return (images.to(dtype) - offset) / scale
+    if images.is_cuda:
+        return (images.to(dtype) - offset) / scale
+    # In simple steps, a few images at a time that stay in the cache: half the time of one
+    # operation with mixed types and strides.
+    numbers = torch.empty(images.shape, dtype=dtype) if out is None else out
+    few = max(1, _CACHED // max(1, images[0].numel())) if len(images) else 1
+    for some, result in zip(images.split(few), numbers.split(few), strict=True):
+        result.copy_(some.contiguous()).sub_(offset).div_(scale)
+    return numbers
+
+
+def finish(
+    images: Tensor,
+    positions: Tensor,
+    data: Data,
+    seed: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """All that is done to a batch of images on the device, to what the model is given."""
+    if images.dtype != torch.uint8:
+        return images.to(dtype)
+    images = augment(images, positions, data, seed)
+    if any(data.jitter) or data.lighting:
+        numbers = colour(images.to(dtype) / 255, positions, data, seed)
+        offset = numbers.new_tensor(mean).view(1, -1, 1, 1)
+        scale = numbers.new_tensor(std).view(1, -1, 1, 1)
+        return torch.sub(numbers, offset, out=out).div_(scale)
+    return normalise(images, mean, std, dtype, out)

@@ -71,11 +71,14 @@ def pixels(data: Encoded, channels: int, factor: int = 1, scratch: Scratch | Non
     if factor > 1:
         wanted |= {"min_height": height, "min_width": width, "min_factor": factor}
     try:
-        found: Pixels = simplejpeg.decode_jpeg(data, **wanted)
+        try:
+            found: Pixels = simplejpeg.decode_jpeg(data, **wanted)
+        except ValueError as error:
+            if _HARMLESS not in str(error):
+                raise
+            found = simplejpeg.decode_jpeg(data, **wanted, strict=False)
     except ValueError as error:
-        if _HARMLESS not in str(error):
-            raise BadImage(_reason(error)) from None
-        found = simplejpeg.decode_jpeg(data, **wanted, strict=False)
+        raise BadImage(_reason(error)) from None
     if found.shape != (height, width, channels):
         raise BadImage(f"it decodes to {found.shape} and not to {(height, width, channels)}")
     return found
@@ -84,6 +87,8 @@ def pixels(data: Encoded, channels: int, factor: int = 1, scratch: Scratch | Non
 def _jpeg_head(data: Encoded) -> tuple[int, int, str]:
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=False)
+    except KeyError:  # simplejpeg's own table of colour spaces
+        raise BadImage("its head names no colours that are known") from None
     except ValueError as error:
         raise BadImage(_reason(error)) from None
     _check_pixels(height, width)

@@ -56,7 +56,7 @@ def encode(image: Encoded | Pixels, encoding: Encoding) -> Stored:
     if encoding.kind == "raw":
         if encoding.size:
             found = _square(found, encoding.size)
-        return Stored(numpy.ascontiguousarray(found).tobytes(), found.shape)  # type: ignore[arg-type]
+        return Stored(numpy.ascontiguousarray(found).tobytes(), found.shape)
     if encoding.size and min(found.shape[:2]) > encoding.size:
         found = _shortest_side(found, encoding.size)
     grey = found.shape[2] == 1
@@ -66,7 +66,7 @@ def encode(image: Encoded | Pixels, encoding: Encoding) -> Stored:
         colorspace="GRAY" if grey else "RGB",
         colorsubsampling="Gray" if grey else "420",
     )
-    return Stored(data, (*found.shape[:2], 3))  # type: ignore[arg-type]
+    return Stored(data, (*found.shape[:2], 3))
 
 
 def _is_cmyk(data: Encoded) -> bool:

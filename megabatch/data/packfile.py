@@ -8,14 +8,14 @@ file that may be damaged (Arrow crashes on some); any other Arrow reader can sti
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
 import zlib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -25,8 +25,7 @@ from megabatch.config import UserError
 _FORMAT = 1
 # In front of the metadata: found in the raw bytes of the schema, with its own checksum and length.
 _SEAL = "megabatch pack {format} {crc:08x} {length:08x} "
-_RUNS = ("image.offsets", "image", "label", "crc32", "name.offsets", "name")
-_FAR = 10**17  # no position in a file has more digits
+RUNS = ("image.offsets", "image", "label", "crc32", "name.offsets", "name")
 
 
 class PackError(UserError):
@@ -52,154 +51,11 @@ class About:
     """unreadable images that were left out"""
 
 
-@dataclass(frozen=True)
-class Index:
-    """Everything about the images but their bytes."""
-
-    sizes: NDArray[numpy.int64]
-    labels: NDArray[numpy.int32]
-    crcs: NDArray[numpy.uint32]
-    names: list[str]
-
-
-# --- writing -----------------------------------------------------------------------------------
-
-
-def write(
-    file: BinaryIO, about: About, index: Index, copy_images: Callable[[BinaryIO], None]
-) -> None:
-    """Write a whole pack; `copy_images` writes the images' bytes, in order, when their place is
-    reached (it may seek over holes)."""
-    runs, batch_of = _columns(about, index)
-    text = _about_text(about, {name: (_FAR, _FAR, 2**32 - 1) for name in _RUNS}, _FAR)
-    room = len(text)
-    # Positions do not depend on what the metadata says, only on how long it is: a first pass
-    # without a file finds them.
-    rehearsal = _Sink(None, lambda file: None)
-    _write_arrow(rehearsal, batch_of(_sealed(text, room)))
-    places = {
-        name: (position, length, zlib.crc32(runs[name]) if name in runs else 0)
-        for name, (position, length) in zip(_RUNS, rehearsal.runs, strict=True)
-    }
-    text = _about_text(about, places, rehearsal.position)
-    sink = _Sink(file, copy_images)
-    _write_arrow(sink, batch_of(_sealed(text, room)))
-    if sink.runs != rehearsal.runs or sink.position != rehearsal.position:
-        raise RuntimeError("Arrow laid the same columns out in two different ways")
-
-
-def _columns(about: About, index: Index) -> tuple[dict[str, bytes], Callable[[bytes], Any]]:
-    """The bytes of all columns but the images', and a function from metadata to the record
-    batch."""
-    import pyarrow
-
-    count = len(index.sizes)
-    names = [name.encode() for name in index.names]
-    runs = {
-        "image.offsets": _offsets(index.sizes),
-        "label": index.labels.astype("<i4").tobytes(),
-        "crc32": index.crcs.astype("<u4").tobytes(),
-        "name.offsets": _offsets(numpy.array([len(name) for name in names])),
-        "name": b"".join(names),
-    }
-    # The images are in no memory at all: Arrow is shown an address range that nobody ever reads,
-    # and the sink puts the bytes themselves in its place.
-    nowhere = mmap.mmap(
-        -1,
-        int(index.sizes.sum()),
-        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-        prot=mmap.PROT_READ,
-    )
-    buffers = {name: pyarrow.py_buffer(run) for name, run in runs.items()}
-    buffers["image"] = pyarrow.py_buffer(nowhere)
-
-    def array(kind: Any, *names: str) -> Any:
-        return pyarrow.Array.from_buffers(kind, count, [None, *(buffers[name] for name in names)])
-
-    arrays = [
-        array(pyarrow.large_binary(), "image.offsets", "image"),
-        array(pyarrow.int32(), "label"),
-        array(pyarrow.uint32(), "crc32"),
-        array(pyarrow.large_string(), "name.offsets", "name"),
-    ]
-
-    def batch(metadata: bytes) -> Any:
-        fields = [
-            pyarrow.field(name, column.type, nullable=False)
-            for name, column in zip(("image", "label", "crc32", "name"), arrays, strict=True)
-        ]
-        schema = pyarrow.schema(fields, metadata={"megabatch": metadata})
-        return pyarrow.RecordBatch.from_arrays(arrays, schema=schema)
-
-    return runs, batch
-
-
-def _offsets(sizes: NDArray[Any]) -> bytes:
-    return numpy.concatenate([[0], numpy.cumsum(sizes, dtype="<i8")]).astype("<i8").tobytes()
-
-
-def _about_text(about: About, places: dict[str, tuple[int, int, int]], nbytes: int) -> str:
-    return json.dumps({**asdict(about), "runs": places, "nbytes": nbytes}, sort_keys=True)
-
-
-def _sealed(text: str, room: int) -> bytes:
+def sealed(text: str, room: int) -> bytes:
+    """The description as it stands in the metadata: padded to `room`, with its checksum in
+    front."""
     body = text.ljust(room).encode()
     return _SEAL.format(format=_FORMAT, crc=zlib.crc32(body), length=len(body)).encode() + body
-
-
-def _write_arrow(sink: _Sink, batch: Any) -> None:
-    import pyarrow
-
-    with (
-        pyarrow.PythonFile(sink, mode="w") as stream,
-        pyarrow.ipc.new_file(stream, batch.schema) as writer,
-    ):
-        sink.images_at = batch.column(0).buffers()[2].address
-        writer.write_batch(batch)
-
-
-class _Sink:
-    """What Arrow writes to: notes where each column's run begins, and lets the images write
-    themselves."""
-
-    closed = False
-
-    def __init__(self, file: BinaryIO | None, copy_images: Callable[[BinaryIO], None]) -> None:
-        self._file, self._copy_images = file, copy_images
-        self.images_at = 0
-        self.position = 0
-        self.runs: list[tuple[int, int]] = []
-
-    def write(self, data: Any) -> int:
-        # Frames and padding come as bytes, the columns as Arrow's own buffers.
-        if isinstance(data, bytes):
-            if self._file is not None:
-                self._file.write(data)
-            self.position += len(data)
-            return len(data)
-        self.runs.append((self.position, data.size))
-        self.position += data.size
-        if self._file is not None:
-            if data.address == self.images_at:
-                self._copy_images(self._file)
-            else:
-                self._file.write(data)
-            if self._file.tell() != self.position:
-                raise RuntimeError("the images' bytes are not as many as their sizes say")
-        size: int = data.size
-        return size
-
-    def tell(self) -> int:
-        return self.position
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-# --- reading -----------------------------------------------------------------------------------
 
 
 class Pack:
@@ -273,6 +129,7 @@ class Pack:
         body = head[body_at : body_at + int(words[4], 16)]
         if zlib.crc32(body) != int(words[3], 16):
             raise self._damaged("the checksum of its description is wrong")
+        self.fingerprint = hashlib.sha256(body).hexdigest()
         said: dict[str, Any] = json.loads(body)
         return said
 
@@ -308,17 +165,21 @@ class Pack:
         first = self._places["image"][0]
         begin, end = first + int(self._offsets[index]), first + int(self._offsets[index + 1])
         data = self._bytes[begin:end]
+        self.check(index, data)
+        return data
+
+    def check(self, index: int, data: bytes | memoryview) -> None:
+        """Refuse bytes that are not the image's."""
         if zlib.crc32(data) != self._crcs[index]:
             raise PackError(
                 f"image {index} ({self.name(index)}) in the pack {self.path} is damaged: "
                 f"its checksum is wrong; copy the pack or pack it again"
             )
-        return data
 
-    def sizes(self, indices: NDArray[Any]) -> NDArray[numpy.int64]:
-        """How many bytes images have."""
-        sizes: NDArray[numpy.int64] = self._offsets[indices + 1] - self._offsets[indices]
-        return sizes
+    def lengths(self) -> NDArray[numpy.int64]:
+        """How many bytes each image has."""
+        lengths: NDArray[numpy.int64] = numpy.diff(self._offsets)
+        return lengths
 
     def will_need(self, indices: list[int]) -> None:
         """Ask the system to have these images in memory soon: one wait for storage, not one

@@ -17,7 +17,10 @@ from megabatch.keyed import Purpose, keyed
 
 
 class Source(Protocol):
-    """Images by index. `mean` and `std` are of the channels, on a scale of 0 to 1."""
+    """Images by index. `mean` and `std` are of the channels, on a scale of 0 to 1; an `instant`
+    source is not worth a thread."""
+
+    instant: bool
 
     classes: int
     mean: tuple[float, ...]
@@ -33,6 +36,8 @@ class Source(Protocol):
 
 class Memory:
     """Images that are in memory, all of one size."""
+
+    instant = True
 
     def __init__(self, images: Tensor, labels: Tensor, classes: int) -> None:
         self.images, self.labels, self.classes = images, labels, classes
@@ -52,6 +57,7 @@ class Part:
     def __init__(self, source: Source, indices: Tensor) -> None:
         self._source, self._indices = source, indices
         self.classes, self.mean, self.std = source.classes, source.mean, source.std
+        self.instant = source.instant
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -64,6 +70,7 @@ class MapStyle:
     """Anyone's map-style data set: items are (image, label), an image a tensor, an array or
     PIL's."""
 
+    instant = False
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.25,)
 
@@ -91,19 +98,23 @@ def _as_image(image: Any) -> Tensor:
     return torch.from_numpy(numpy.ascontiguousarray(array))
 
 
-def hold_out(source: Source, share: float) -> tuple[Source, Source]:
-    """Two parts, the second a share of the images chosen by hash: the same whatever the run's
+def hold_out_order(count: int, share: float) -> tuple[Tensor, Tensor]:
+    """The images to train on and those held out, chosen by hash: the same whatever the run's
     seed."""
-    order = torch.as_tensor(keyed(0, Purpose.HOLD_OUT, torch.arange(len(source)))).argsort(
-        stable=True
-    )
-    held = round(share * len(source))
-    if not 0 < held < len(source):
+    order = torch.as_tensor(keyed(0, Purpose.HOLD_OUT, torch.arange(count))).argsort(stable=True)
+    held = round(share * count)
+    if not 0 < held < count:
         raise UserError(
-            f"a share of {share:g} of {len(source)} images leaves nothing to hold out or to "
-            f"train on: change --data.val_share"
+            f"a share of {share:g} of {count} images leaves nothing to hold out or to train on: "
+            f"change the share that is held out for validation"
         )
-    return Part(source, order[held:].sort().values), Part(source, order[:held].sort().values)
+    return order[held:].sort().values, order[:held].sort().values
+
+
+def hold_out(source: Source, share: float) -> tuple[Source, Source]:
+    """Two parts of a source, the second a share of its images."""
+    train, val = hold_out_order(len(source), share)
+    return Part(source, train), Part(source, val)
 
 
 def open_sources(config: Config, data: Any = None) -> tuple[Source, Source]:
@@ -114,17 +125,21 @@ def open_sources(config: Config, data: Any = None) -> tuple[Source, Source]:
             train, val = (MapStyle(part, config.data.classes) for part in data)
             return train, val
         return hold_out(MapStyle(data, config.data.classes), config.data.val_share)
-    if config.data.source == "folder":
-        from megabatch.data.folder import open_folder
+    kind = config.data.kind
+    if kind in ("pack", "folder") and config.data.path == "":
+        raise UserError(
+            "no images were named: give --data.path a pack (FILE.arrow), or a folder with "
+            "train/CLASS/ and val/CLASS/"
+        )
+    if kind in ("pack", "folder"):
+        from megabatch.data.decoded import open_pack, open_published
 
-        return open_folder(config.data)
-    if config.data.source == "own":
+        return open_pack(config) if kind == "pack" else open_published(config)
+    if kind == "own":
         raise UserError(
             "data.source is own but no data was given: megabatch.train(config, data=...)"
         )
     from megabatch.data import builtin
 
-    whole = (
-        builtin.digits(config.data) if config.data.source == "digits" else builtin.synthetic(config)
-    )
+    whole = builtin.digits(config.data) if kind == "digits" else builtin.synthetic(config)
     return hold_out(whole, config.data.val_share)

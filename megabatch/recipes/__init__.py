@@ -7,15 +7,35 @@ from collections.abc import Callable
 
 from megabatch.config import Config, UserError, nearest
 from megabatch.recipes.digits import digits
+from megabatch.recipes.goyal2017 import goyal2017
+from megabatch.recipes.jia2018 import jia2018
+from megabatch.recipes.jia2018_alexnet import jia2018_alexnet
+from megabatch.recipes.mikami2018 import mikami2018
+from megabatch.recipes.mlperf import mlperf
+from megabatch.recipes.you2018 import you2018
+from megabatch.recipes.you2018_alexnet import you2018_alexnet
 
-RECIPES: dict[str, Callable[[], Config]] = {recipe.__name__: recipe for recipe in (digits,)}
+RECIPES: dict[str, Callable[[], Config]] = {
+    "digits": digits,
+    "goyal2017": goyal2017,
+    "you2018": you2018,
+    "you2018_alexnet": you2018_alexnet,
+    "jia2018": jia2018,
+    "jia2018_alexnet": jia2018_alexnet,
+    "mikami2018": mikami2018,
+    "mlperf": mlperf,
+}
+# Recipes that were published for several batches: a batch chooses the settings, not only the rate.
+BY_BATCH: dict[str, Callable[[int], Config]] = {"mlperf": mlperf}
 
 
-def named(name: str) -> Config:
-    """The recipe of that name."""
+def named(name: str, epochs: float | None = None, batch: int | None = None) -> Config:
+    """The recipe of that name, for another length or batch if one is given."""
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}: {nearest(name, RECIPES)}")
-    return RECIPES[name]()
+    if batch is not None and name in BY_BATCH:
+        return BY_BATCH[name](batch).resized(epochs=epochs)
+    return RECIPES[name]().resized(epochs=epochs, batch=batch)
 
 
-__all__ = ["RECIPES", "digits", "named"]
+__all__ = ["RECIPES", "named", *RECIPES]

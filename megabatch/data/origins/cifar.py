@@ -47,7 +47,7 @@ def open_at(path: Path) -> Arrays:
     labels: list[NDArray[Any]] = []
     for name in [*train, test]:
         data = files[name] if isinstance(files[name], bytes) else files[name].read_bytes()
-        some, numbers = (_binary(data, ahead, name) if ahead else _pickled(data, key, name))
+        some, numbers = _binary(data, ahead, name) if ahead else _pickled(data, key, name)
         images.append(some.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
         labels.append(numbers)
     together = numpy.concatenate(labels).astype(numpy.int32)

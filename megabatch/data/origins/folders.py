@@ -125,9 +125,7 @@ def _images(folder: Path) -> list[str]:
     return sorted(names, key=os.fsencode)
 
 
-def _annotated(
-    top: Path, val: Path, classes: list[str]
-) -> tuple[list[str], NDArray[numpy.int32]]:
+def _annotated(top: Path, val: Path, classes: list[str]) -> tuple[list[str], NDArray[numpy.int32]]:
     """Tiny ImageNet's val part: one folder, and a table of file and class."""
     number = {name: label for label, name in enumerate(classes)}
     names: list[str] = []

@@ -1,0 +1,245 @@
+"""The loader on a GPU machine: that it gives what the CPU gives, how fast, and what a step loses.
+
+    python benchmarks/loader_gpu.py [--images FOLDER] [--out FILE.json]
+
+First the checks (images on the device against the same images on the host), then images/s of each
+way to load, then ResNet-50 with each of them against the same step on images that are already
+there. Without a folder it makes photographs of its own: smooth shapes and noise, compressed to
+about the size of ImageNet's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import simplejpeg
+import torch
+from torch.nn.functional import cross_entropy
+
+from megabatch import models
+from megabatch.batch import steps
+from megabatch.bench.rivals import rate_of
+from megabatch.cluster import Cluster
+from megabatch.config import Config, Data, UserError
+from megabatch.data.encode import Encoding
+from megabatch.data.loader import Loader
+from megabatch.data.origins import open_origin
+from megabatch.data.packing import pack
+from megabatch.data.source import open_sources
+from megabatch.verdict import Clock, Facts, verdict
+
+CORES = len(os.sched_getaffinity(0))
+HOST = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--images", default="")
+    parser.add_argument("--count", type=int, default=2048)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--micro", type=int, default=256)
+    parser.add_argument("--out", default="")
+    parser.add_argument("--device", default="cuda", help="cpu: only to try the script itself")
+    parser.add_argument("--no-steps", action="store_true", help="leave ResNet-50 out")
+    arguments = parser.parse_args()
+    device = Cluster.from_env(device=arguments.device)
+    with tempfile.TemporaryDirectory() as folder:
+        packs = make_packs(arguments, Path(folder))
+        gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else "none"
+        result = {"gpu": gpu, "cores": CORES, "torch": torch.__version__}
+        result["checks"] = check(packs, device)
+        result["rates"] = {
+            name: measure(config, device, arguments)
+            for name, config in contenders(packs, arguments.micro).items()
+        }
+        if not arguments.no_steps:
+            result["steps"] = step_losses(packs, device, arguments)
+    print(json.dumps(result, indent=2))
+    if arguments.out:
+        Path(arguments.out).write_text(json.dumps(result, indent=2) + "\n")
+
+
+# --- the images --------------------------------------------------------------------------------
+
+
+def make_packs(arguments: argparse.Namespace, where: Path) -> dict[str, Path]:
+    source = where / "set"
+    for part, count in (("train", arguments.count), ("val", 4)):
+        target = source / part / "all"
+        target.mkdir(parents=True)
+        given = sorted(Path(arguments.images).rglob("*.JPEG")) if arguments.images else []
+        for number in range(count):
+            path = target / f"{number:06d}.JPEG"
+            if given:
+                path.symlink_to(given[number % len(given)].resolve())
+            else:
+                path.write_bytes(photograph(number))
+    origin = open_origin(source)
+    encodings = {
+        "originals": Encoding(),
+        "256": Encoding(size=256),
+        "raw 256": Encoding("raw", 256),
+        "raw 64": Encoding("raw", 64),
+    }
+    packs = {name: where / f"{name.replace(' ', '-')}.arrow" for name in encodings}
+    for name, encoding in encodings.items():
+        pack(origin, "bench", packs[name], encoding, skip_bad=arguments.count, threads=CORES)
+    return packs
+
+
+def photograph(seed: int, height: int = 375, width: int = 500) -> bytes:
+    """About 110 KB, as ImageNet's are."""
+    generator = numpy.random.default_rng(seed)
+    y, x = numpy.mgrid[0:height, 0:width]
+    waves = [numpy.sin(x * generator.uniform(0.01, 0.2) + y * 0.05 + c) for c in range(3)]
+    noise = generator.normal(0, 12, (height, width, 3))
+    pixels = numpy.stack(waves, 2) * 60 + 128 + noise
+    return simplejpeg.encode_jpeg(pixels.clip(0, 255).astype(numpy.uint8), quality=90)
+
+
+def config_of(path: Path, micro: int, **data: object) -> Config:
+    photos = Data(
+        path=str(path), size=224, channels=3, crop_area=(0.08, 1.0), flip=True, decode="cpu",
+        resident="never",
+    )  # fmt: skip
+    return Config(batch=micro, micro=micro, span=micro, epochs=1e6, data=replace(photos, **data))
+
+
+# --- checks ------------------------------------------------------------------------------------
+
+
+def check(packs: dict[str, Path], device: Cluster) -> dict[str, float]:
+    """The largest and mean difference of pixels (of 256 steps) between device and host."""
+    found = {}
+    for name, changes in (
+        ("256", {}),
+        ("256", {"jitter": (0.4, 0.4, 0.4), "lighting": 0.1}),
+        ("256", {"decode": "gpu"}),
+        ("raw 64", {"resident": "always", "size": 64}),
+    ):
+        config = config_of(packs[name], 64, **changes)
+        plain = replace(config, data=replace(config.data, decode="cpu", resident="never"))
+        try:
+            on_device, on_host = first_images(config, device), first_images(plain, HOST)
+        except UserError as error:
+            print(error)
+            continue
+        assert torch.equal(on_device.labels.cpu(), on_host.labels)
+        difference = (on_device.images.cpu() - on_host.images).abs() * 0.225 * 255
+        label = f"{name} {changes or ''}".strip()
+        found[f"{label}: max"] = round(difference.max().item(), 3)
+        found[f"{label}: mean"] = round(difference.mean().item(), 4)
+    assert found["256: max"] == 0, "augmentation on the device differs from the host's"
+    return found
+
+
+def first_images(config: Config, cluster: Cluster):
+    train, _ = open_sources(config)
+    with contextlib.closing(Loader(train, config, cluster, torch.float32)) as loader:
+        step = next(steps(config.all_stages, len(train), config.epochs))
+        return next(loader.share(step))
+
+
+# --- rates -------------------------------------------------------------------------------------
+
+
+def contenders(packs: dict[str, Path], micro: int) -> dict[str, Config]:
+    eight = {"threads": min(8, CORES)}
+    return {
+        "256 px pack, all cores": config_of(packs["256"], micro),
+        "256 px pack, 8 threads": config_of(packs["256"], micro, **eight),
+        "256 px pack, nvJPEG": config_of(packs["256"], micro, decode="gpu"),
+        "originals, all cores": config_of(packs["originals"], micro),
+        "raw 256 px": config_of(packs["raw 256"], micro),
+        "raw 256 px, resident": config_of(packs["raw 256"], micro, resident="always"),
+        "raw 64 px, resident": config_of(packs["raw 64"], 1024, resident="always", size=64),
+    }
+
+
+def measure(config: Config, device: Cluster, arguments: argparse.Namespace) -> float | str:
+    train, _ = open_sources(config)
+    try:
+        loader = Loader(train, config, device, torch.float32)
+    except UserError as error:
+        return str(error)
+    with contextlib.closing(loader):
+        counts = (len(batch.images) for batch in batches(loader, config, len(train)))
+        rate = rate_of(counts, arguments.seconds, device.device)
+    print(f"{Path(config.data.path).name} {config.data.threads} threads: {rate:,.0f} images/s")
+    return round(rate)
+
+
+def batches(loader: Loader, config: Config, images: int):
+    for step in steps(config.all_stages, images, config.epochs):
+        yield from loader.share(step)
+
+
+# --- steps -------------------------------------------------------------------------------------
+
+
+def step_losses(
+    packs: dict[str, Path], device: Cluster, arguments: argparse.Namespace
+) -> dict[str, dict[str, object]]:
+    """ResNet-50 in bf16 on images that are already there, then with each loader."""
+    micro, gpu = arguments.micro, device.device
+    net = models.build("resnet50", 1000, 3, 224).to(gpu, memory_format=torch.channels_last)
+    compiled = torch.compile(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+
+    def train_on(images: torch.Tensor, labels: torch.Tensor) -> None:
+        images = images.contiguous(memory_format=torch.channels_last)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = cross_entropy(compiled(images), labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+
+    same = torch.randn(micro, 3, 224, 224, device=gpu), torch.zeros(micro, device=gpu).long()
+
+    def synthetic():
+        while True:
+            train_on(*same)
+            yield micro
+
+    def trained(loader: Loader, config: Config, images: int):
+        for batch in batches(loader, config, images):
+            train_on(batch.images, batch.labels)
+            yield len(batch.images)
+
+    limit = rate_of(synthetic(), arguments.seconds, gpu)
+    found: dict[str, dict[str, object]] = {"synthetic": {"images_per_second": round(limit)}}
+    for name, config in contenders(packs, micro).items():
+        if config.data.size != 224:
+            continue
+        train, _ = open_sources(config)
+        try:
+            loader = Loader(train, config, device, torch.float32)
+        except UserError:
+            continue
+        with contextlib.closing(loader):
+            clock = Clock()
+
+            rate = rate_of(trained(loader, config, len(train)), arguments.seconds, gpu)
+            waits = clock.lap(loader.waited_seconds, loader.busy_seconds)
+            facts = Facts(loader.threads, CORES, 224, packed=True, stored_size=256)
+        found[name] = {
+            "images_per_second": round(rate),
+            "loss": round(1 - rate / limit, 4),
+            "verdict": str(verdict(waits, facts)),
+        }
+        print(name, found[name])
+    return found
+
+
+if __name__ == "__main__":
+    began = time.time()
+    main()
+    print(f"{time.time() - began:.0f} s")

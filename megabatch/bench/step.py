@@ -1,0 +1,189 @@
+"""megabatch bench step: images/s of this device by model and micro-batch, for machine.json.
+
+`--export` writes any bundled model as the planner's workload; `describe` does it for a module of
+your own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from megabatch import models
+from megabatch.cli import DONE
+from megabatch.config import UserError
+from megabatch.optim import LARS, parameter_groups
+from megabatch.planner.machine import update
+from megabatch.planner.workload import Layer, Workload
+from megabatch.verbs.parsing import parse
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    model: str = "small"
+    """one of the bundled models"""
+    micro: tuple[int, ...] = (16, 32, 64, 128)
+    """images in one pass, each measured"""
+    size: int = 0
+    """side of the images in pixels (0: what the model was made for)"""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """of the forward pass; the half ones by autocast"""
+    compile: bool = False
+    """torch.compile the model"""
+    graphs: bool = False
+    """compile it into CUDA graphs, which small passes need"""
+    seconds: float = 2.0
+    """to measure for, each size"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to compute"""
+    out: str = "machine.json"
+    """the file to add the rows to"""
+    export: str | None = None
+    """write the model as a workload of the planner, and measure nothing"""
+    json: bool = False
+    """the last line on standard output is the result as one JSON object"""
+
+
+def run(arguments: list[str]) -> int:
+    flags = parse(StepFlags, "bench step", arguments)
+    channels, classes, usual = _shape(flags.model)
+    size = flags.size or usual
+    try:
+        net = models.build(flags.model, classes, channels, size)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if flags.export:
+        described = describe(net, torch.zeros(1, channels, size, size), flags.model)
+        Path(flags.export).write_text(described.to_json())
+        return DONE
+    device = flags.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device cuda was asked for but torch sees no GPU: use --device cpu")
+    if any(micro < 1 for micro in flags.micro):
+        raise UserError(f"--micro is {' '.join(map(str, flags.micro))}; give 1 image and more")
+    rows = []
+    for micro in flags.micro:
+        images = torch.randn(micro, channels, size, size, device=device)
+        labels = torch.randint(classes, (micro,), device=device)
+        train = _step(net.to(device), images, labels, flags)
+        rate = micro / time_of(train, flags.seconds, device)
+        rows.append({"model": flags.model, "micro": micro, "images_per_second": rate})
+        print(f"{flags.model} micro {micro:5d}  {rate:12,.1f} images/s", file=sys.stderr)
+    update(flags.out, {"compute": rows, "host": host(device), "sources": {"compute": _how(flags)}})
+    print(f"written to {flags.out}", file=sys.stderr)
+    if flags.json:
+        print(json.dumps({"rows": rows, "out": flags.out}), flush=True)
+    return DONE
+
+
+def _shape(model: str) -> tuple[int, int, int]:
+    """Channels, classes and image size that a bundled model was made for."""
+    if model.startswith("small"):
+        return (1, 10, 8) if model == "small" else (3, 10, 32)
+    return 3, 1000, 227 if model.startswith("alexnet") else 224
+
+
+def _step(net: nn.Module, images: Tensor, labels: Tensor, flags: StepFlags) -> Callable[[], None]:
+    """A whole step of one worker: forward, backward, update."""
+    optimizer = LARS(parameter_groups(net, weight_decay=5e-5), lr=0.0, momentum=0.9)
+    if images.is_cuda:
+        net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        images = images.contiguous(memory_format=torch.channels_last)
+        torch.backends.cudnn.benchmark = True
+    forward: Any = net
+    if flags.compile or flags.graphs:
+        torch._dynamo.reset()  # each size has kernels of its own, not ones for all sizes
+        mode = "reduce-overhead" if flags.graphs else None
+        forward = torch.compile(net, dynamic=False, mode=mode)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(flags.precision)
+
+    def train() -> None:
+        cast = torch.autocast(images.device.type, half) if half else contextlib.nullcontext()
+        with cast:
+            loss = cross_entropy(forward(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return train
+
+
+def time_of(work: Callable[[], None], seconds: float, device: str) -> float:
+    """Median time of a call; the first ones are not counted.
+
+    On CUDA calls are timed by tens: the host runs ahead of the device, as it does in training.
+    """
+    calls = 10 if device == "cuda" else 1
+
+    def timed() -> float:
+        began = time.perf_counter()
+        for _ in range(calls):
+            work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - began) / calls
+
+    for _ in range(3):
+        timed()
+    taken = [timed()]
+    while sum(taken) * calls < seconds or len(taken) < 5:
+        taken.append(timed())
+    return statistics.median(taken)
+
+
+def host(device: str) -> dict[str, Any]:
+    """What was measured on."""
+    found: dict[str, Any] = {
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    if device == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return found
+
+
+def _how(flags: StepFlags) -> str:
+    compiled = ", CUDA graphs" if flags.graphs else ", torch.compile" if flags.compile else ""
+    return f"megabatch bench step, {flags.precision}{compiled}, one worker"
+
+
+def describe(module: nn.Module, images: Tensor, name: str) -> Workload:
+    """The workload of a module, by one forward pass over images: a layer for each module that owns
+    parameters."""
+    work: dict[nn.Module, int] = {}
+
+    def count(layer: nn.Module, _: Any, output: Any) -> None:
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() > 1 and isinstance(output, Tensor):
+            work[layer] = work.get(layer, 0) + output[0].numel() * weight[0].numel()
+
+    hooks = [layer.register_forward_hook(count) for layer in module.modules()]
+    training = module.training
+    try:
+        with torch.no_grad():
+            module.eval()(images[:1])
+    finally:
+        module.train(training)
+        for hook in hooks:
+            hook.remove()
+    layers = []
+    for path, layer in module.named_modules():
+        sizes = tuple(p.numel() for p in layer.parameters(recurse=False) if p.requires_grad)
+        if sizes:
+            layers.append(Layer(path, sizes, work.get(layer, 0)))
+    return Workload(name, tuple(layers))

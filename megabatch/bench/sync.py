@@ -1,0 +1,269 @@
+"""megabatch bench sync: every plan against the backend's own all-reduce and the wire's limit.
+
+Run it by any launcher, or alone for local workers. It prints milliseconds by size, writes links and
+plans to machine.json (which the planner and plan="auto" read), and measures that choice again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from megabatch.bench.tcp_ring import tcp_ring
+from megabatch.choice import Choice, fastest, named
+from megabatch.cli import DONE
+from megabatch.cluster import Cluster, run_local, under_launcher
+from megabatch.execute import execute
+from megabatch.metrics import environment
+from megabatch.planner import machine
+from megabatch.plans import PLANS
+from megabatch.verbs.parsing import parse
+
+LIMIT, BACKEND, BEST = "bare TCP ring", "backend", "best plan"
+AUTO, AUTO_HALF = "auto", "auto fp16"
+# A plan that is slower than the best by this much at first sight is not measured again.
+_HOPELESS = 1.5
+
+
+@dataclass(frozen=True)
+class SyncFlags:
+    sizes: tuple[int, ...] = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20, 100_000_000)
+    """bytes of the tensors, fp32"""
+    repeats: int = 20
+    """runs of each plan and size; the median counts"""
+    seconds: float = 30.0
+    """at most so long for one plan at one size, but three runs at least"""
+    workers: int = 4
+    """local workers, where no launcher has started any"""
+    grid: tuple[int, int] | None = None
+    """rows and columns (None: hosts and workers in each)"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the tensors are"""
+    machine: str | None = "machine.json"
+    """file that receives links and plans (None: none)"""
+    out: str | None = None
+    """file that receives all figures as JSON"""
+    json: bool = False
+    """the last line on standard output is the result as one JSON object"""
+
+
+def run(arguments: list[str]) -> int:
+    flags = parse(SyncFlags, "bench sync", arguments)
+    report = measure(flags) if under_launcher() else run_local(flags.workers, measure, flags)
+    if report is not None:
+        _show(report)
+        if flags.machine:
+            machine.update(flags.machine, _machine_part(report))
+        if flags.out:
+            Path(flags.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(flags.out).write_text(json.dumps(report, indent=1) + "\n")
+        if flags.json:
+            print(json.dumps(report), flush=True)
+    return DONE
+
+
+def measure(flags: SyncFlags) -> dict[str, Any] | None:
+    """One worker's part; the first returns the report."""
+    torch.set_num_threads(1)
+    cluster = Cluster.from_env(flags.grid, flags.device)
+    try:
+        ring = tcp_ring(cluster)
+        via = ["ring", "halving_doubling"] + ["backend"] * (cluster.device.type == "cuda")
+        names = [f"{plan}:{wiring}" for plan in PLANS for wiring in via]
+        calls: dict[str, Callable[[torch.Tensor], object]] = {
+            LIMIT: lambda tensor: ring(tensor.nbytes),
+            BACKEND: dist.all_reduce,
+        }
+        calls |= {name: partial(_sum, named(name, "gloo"), cluster) for name in names}
+        rows = _measure(calls, flags, cluster)
+        # The choice is made by the first worker from what all have measured, then measured itself.
+        plans = [row for row in rows if row["plan"] in names]
+        chosen = cluster.agree(lambda: fastest(plans))
+        again: dict[str, Callable[[torch.Tensor], object]] = {
+            LIMIT: calls[LIMIT],
+            BACKEND: calls[BACKEND],
+            AUTO: partial(_sum_chosen, chosen, cluster, None),
+            AUTO_HALF: partial(_sum_chosen, chosen, cluster, torch.float16),
+        }
+        again |= {_best(plans, size): calls[_best(plans, size)] for size in flags.sizes}
+        second = _measure(again, flags, cluster)
+        links = _links(cluster)
+    finally:
+        cluster.leave()
+    if not cluster.first:
+        return None
+    return {
+        "environment": environment(),
+        "grid": cluster.grid,
+        "hosts": cluster.world // cluster.local_world,
+        "workers_per_node": cluster.local_world,
+        "links": links,
+        "rows": rows,
+        "chosen": second,
+    }
+
+
+def _sum(plan: Any, cluster: Cluster, tensor: torch.Tensor) -> None:
+    execute(plan, tensor, cluster)
+
+
+def _sum_chosen(
+    choice: Choice, cluster: Cluster, wire: torch.dtype | None, tensor: torch.Tensor
+) -> None:
+    nbytes = tensor.numel() * (wire or tensor.dtype).itemsize
+    execute(choice.plan(nbytes), tensor, cluster, wire)
+
+
+def _measure(
+    calls: dict[str, Callable[[torch.Tensor], object]], flags: SyncFlags, cluster: Cluster
+) -> list[dict[str, Any]]:
+    """Rows with plan, nbytes, seconds (median) and runs; plans take turns, so all see the same
+    weather."""
+    rows = []
+    for nbytes in flags.sizes:
+        tensor = torch.zeros(nbytes // 4, device=cluster.device)
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        for call in calls.values():
+            call(tensor[: 1 << 18])  # connections, groups and memory are made once
+        for turn in range(flags.repeats):
+            best = min((min(times) for times in taken.values() if times), default=0.0)
+            for name, call in calls.items():
+                times = taken[name]
+                hopeless = turn > 0 and min(times) > _HOPELESS * best and name != BACKEND
+                enough = turn >= 3 and sum(times) > flags.seconds
+                if not hopeless and not enough:
+                    times.append(_slowest(partial(call, tensor), cluster))
+        rows += [
+            {"plan": name, "nbytes": nbytes, "seconds": median(times), "runs": len(times)}
+            for name, times in taken.items()
+        ]
+        if cluster.first:
+            fast = min(taken, key=lambda name: median(taken[name]) if name != LIMIT else math.inf)
+            said = f"{_size(nbytes)}: {fast} {median(taken[fast]) * 1e3:.2f} ms"
+            print(said, file=sys.stderr, flush=True)
+    return rows
+
+
+def _slowest(call: Callable[[], object], cluster: Cluster) -> float:
+    """Seconds until the last worker is done."""
+    _wait(cluster)
+    cluster.barrier()
+    _wait(cluster)
+    began = time.perf_counter()
+    call()
+    _wait(cluster)
+    taken = torch.tensor(time.perf_counter() - began, device=cluster.device)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return taken.item()
+
+
+def _wait(cluster: Cluster) -> None:
+    if cluster.device.type == "cuda":
+        torch.cuda.synchronize(cluster.device)
+
+
+def _best(rows: list[dict[str, Any]], nbytes: int) -> str:
+    best = min((row for row in rows if row["nbytes"] == nbytes), key=lambda row: row["seconds"])
+    return str(best["plan"])
+
+
+# --- links -------------------------------------------------------------------------------------
+
+
+def _links(cluster: Cluster) -> dict[str, dict[str, float]]:
+    """Latency and bandwidth inside a host and between two, by sends back and forth."""
+    peers = {"node": 1} if cluster.local_world > 1 else {}
+    if cluster.world > cluster.local_world:
+        peers["network"] = cluster.local_world
+    links = {}
+    for level, peer in peers.items():
+        latency = _one_way(cluster, peer, 4, 50)
+        nbytes = 16 << 20 if level == "node" else 8 << 20
+        links[level] = {
+            "latency_seconds": latency,
+            "bytes_per_second": nbytes / (_one_way(cluster, peer, nbytes, 3) - latency),
+        }
+    return links
+
+
+def _one_way(cluster: Cluster, peer: int, nbytes: int, times: int) -> float:
+    """Median seconds for a message from the first worker to a peer, half of there and back."""
+    tensor = torch.zeros(nbytes // 4, device=cluster.device)
+    taken = []
+    cluster.barrier()
+    for _ in range(times + 1):  # the first opens the connection
+        began = time.perf_counter()
+        if cluster.rank == 0:
+            dist.send(tensor, peer)
+            dist.recv(tensor, peer)
+        elif cluster.rank == peer:
+            dist.recv(tensor, 0)
+            dist.send(tensor, 0)
+        _wait(cluster)
+        taken.append((time.perf_counter() - began) / 2)
+    cluster.barrier()
+    return median(taken[1:])
+
+
+# --- what is said ------------------------------------------------------------------------------
+
+
+def _show(report: dict[str, Any]) -> None:
+    chosen = [row for row in report["chosen"] if ":" not in row["plan"]]
+    rows = [*report["rows"], *chosen]  # limit and backend count as measured beside the choice
+    sizes = sorted({row["nbytes"] for row in rows})
+    seconds = {(row["plan"], row["nbytes"]): row["seconds"] for row in rows}
+    y, x = report["grid"]
+    table = Table(title=f"milliseconds, {report['hosts']} hosts, {y} x {x} workers", box=None)
+    table.add_column("")
+    for nbytes in sizes:
+        table.add_column(_size(nbytes), justify="right")
+    for plan in dict.fromkeys(row["plan"] for row in rows):
+        table.add_row(plan, *(f"{seconds[plan, nbytes] * 1e3:.2f}" for nbytes in sizes))
+    for nbytes in sizes:  # of the same turn as the choice
+        again = (row for row in report["chosen"] if ":" in row["plan"] and row["nbytes"] == nbytes)
+        seconds[BEST, nbytes] = min(row["seconds"] for row in again)
+    for above, below in ((BEST, AUTO), (BACKEND, AUTO), (AUTO, AUTO_HALF), (LIMIT, AUTO)):
+        cells = [f"{seconds[above, nbytes] / seconds[below, nbytes]:.2f}" for nbytes in sizes]
+        table.add_row(f"{above} / {below}", *cells, style="bold")
+    Console(stderr=True).print(table)
+
+
+def _size(nbytes: int) -> str:
+    for unit, width in (("MB", 1_000_000), ("KB", 1_000)):
+        if nbytes >= width:
+            return f"{nbytes / width:.4g} {unit}"
+    return f"{nbytes} B"
+
+
+def _machine_part(report: dict[str, Any]) -> dict[str, Any]:
+    """What machine.json takes over: links for the planner, plans by size for plan="auto"."""
+    source = f"megabatch bench sync, {time.strftime('%Y-%m-%d')}"
+    plans = [
+        {"grid": report["grid"], **{key: row[key] for key in ("plan", "nbytes", "seconds")}}
+        for row in report["rows"]
+        if ":" in row["plan"]
+    ]
+    return {
+        "workers_per_node": report["workers_per_node"],
+        "links": report["links"],
+        "plans": plans,
+        "sources": {f"links.{level}": source for level in report["links"]},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

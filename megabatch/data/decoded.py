@@ -1,0 +1,199 @@
+"""A source of images that must be decoded: a folder, a data set as it was published, or a pack.
+
+It can be read in pieces into memory of the caller's, by as many threads as there are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy
+import torch
+from torch import Tensor
+
+from megabatch.config import Config, Data, UserError
+from megabatch.data.crop import bring_to_size, choose_boxes, reduction
+from megabatch.data.decode import BadImage, Encoded, Pixels, Scratch, pixels, size_of
+from megabatch.data.origins import Origin, open_origin
+from megabatch.data.packfile import Pack, PackError
+from megabatch.data.source import Source, hold_out_order
+from megabatch.data.stage import staged
+
+# Of ImageNet; the usual figures for photographs.
+_COLOUR = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_GREY = (0.45,), (0.225,)
+# The weights of red, green and blue in grey, in 65536ths, as Pillow has them.
+_LUMA = numpy.array([19595, 38470, 7471], numpy.uint32)
+
+
+class Records(Protocol):
+    """Images as they are stored, by index."""
+
+    def record(self, index: int) -> Encoded | Pixels: ...
+
+    def name(self, index: int) -> str: ...
+
+    def will_need(self, indices: list[int]) -> None: ...
+
+
+class Decoded:
+    """Some images of records, cropped to the size that the model sees while they are decoded."""
+
+    instant = False
+
+    def __init__(
+        self, data: Data, records: Records, chosen: Tensor, labels: Tensor, classes: int
+    ) -> None:
+        self.data, self.records, self.chosen = data, records, chosen
+        self.labels, self.classes = labels, classes
+        self.mean: tuple[float, ...]
+        self.std: tuple[float, ...]
+        self.mean, self.std = _COLOUR if data.channels == 3 else _GREY
+        self.resident: Source | None = None
+        """the same images on the device, once they are there"""
+        self._scratch = Scratch()
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def empty(self, count: int, pinned: bool = False) -> Tensor:
+        """Room for so many images, channels last: as they are decoded, and resized fastest."""
+        shape = (count, self.data.size, self.data.size, self.data.channels)
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=pinned).permute(0, 3, 1, 2)
+
+    def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+        out = self.empty(len(indices))
+        return out, self.fill(out, indices, draws)
+
+    def fill(self, out: Tensor, indices: Tensor, draws: Tensor | None) -> Tensor:
+        """Read images into `out`, which is the caller's; returns their labels."""
+        numbers = self.chosen[indices].tolist()
+        self.records.will_need(numbers)
+        number = -1
+        try:
+            stored, sizes = [], []
+            for number in numbers:
+                image = self.records.record(number)
+                stored.append(image)
+                sizes.append(_size(image))
+            heights, widths = numpy.array(sizes).T
+            boxes = choose_boxes(self.data, heights, widths, draws).tolist()
+            for place in range(len(numbers)):
+                number = numbers[place]
+                self._crop(stored[place], boxes[place], sizes[place], out[place])
+        except BadImage as error:
+            raise UserError(
+                f"the image {self.records.name(number)} cannot be read ({error}): "
+                f"repair or remove it"
+            ) from error
+        return self.labels[indices]
+
+    def _crop(
+        self, image: Encoded | Pixels, box: list[int], whole: tuple[int, int], out: Tensor
+    ) -> None:
+        if isinstance(image, numpy.ndarray):
+            found = with_channels(image, self.data.channels)
+        else:
+            factor = reduction(box, self.data.size)
+            found = pixels(image, self.data.channels, factor, self._scratch)
+        bring_to_size(found, box, whole, out)
+
+
+def _size(image: Encoded | Pixels) -> tuple[int, int]:
+    if isinstance(image, numpy.ndarray):
+        height, width = image.shape[:2]
+        return height, width
+    return size_of(image)
+
+
+def with_channels(image: Pixels, channels: int) -> Pixels:
+    """Pixels as grey or as colour."""
+    if image.shape[2] == channels:
+        return image
+    if channels == 3:
+        return image.repeat(3, axis=2)
+    grey = ((image * _LUMA).sum(2, keepdims=True) + 0x8000) >> 16
+    return grey.astype(numpy.uint8)
+
+
+# --- what can be opened ------------------------------------------------------------------------
+
+
+class FromOrigin:
+    """A data set as it was published, read without packing it."""
+
+    def __init__(self, origin: Origin, path: Path) -> None:
+        self._origin, self._path = origin, path
+
+    def record(self, index: int) -> Encoded | Pixels:
+        try:
+            return self._origin.read(index)
+        except OSError as error:
+            raise BadImage(error.strerror or str(error)) from None
+
+    def name(self, index: int) -> str:
+        return f"{self._path}/{self._origin.name(index)}"
+
+    def will_need(self, indices: list[int]) -> None:
+        pass
+
+
+class FromPack:
+    """A pack; a raw one gives pixels at once."""
+
+    def __init__(self, pack: Pack) -> None:
+        self.pack = pack
+        raw = pack.about.encoding.get("kind") == "raw"
+        self.shape = pack.about.shape if raw else None
+        if raw and (self.shape is None or (pack.lengths() != numpy.prod(self.shape)).any()):
+            raise PackError(f"the raw pack {pack.path} is damaged: its images are not of one size")
+
+    def record(self, index: int) -> Encoded | Pixels:
+        return self.shaped(self.pack.record(index))
+
+    def shaped(self, data: Encoded) -> Encoded | Pixels:
+        if self.shape is None:
+            return data
+        return numpy.frombuffer(data, numpy.uint8).reshape(self.shape)
+
+    def name(self, index: int) -> str:
+        return f"{self.pack.path}/{self.pack.name(index)}"
+
+    def will_need(self, indices: list[int]) -> None:
+        self.pack.will_need(indices)
+
+
+def open_pack(config: Config) -> tuple[Decoded, Decoded]:
+    """The train and val parts of a pack, from node-local storage where that was asked for."""
+    data = config.data
+    pack = Pack(staged(Path(data.path), Path(data.stage)) if data.stage else data.path)
+    for part in ("train", "val"):
+        first, last = pack.about.splits.get(part, (0, 0))
+        if first == last:
+            raise PackError(f"the pack {data.path} has no {part} images: pack it again")
+    labels = torch.from_numpy(pack.labels.astype(numpy.int64))
+    records, classes = FromPack(pack), len(pack.about.classes)
+    train, val = (
+        Decoded(data, records, chosen, labels[chosen], classes)
+        for chosen in (torch.arange(*pack.about.splits[part]) for part in ("train", "val"))
+    )
+    return train, val
+
+
+def open_published(config: Config) -> tuple[Decoded, Decoded]:
+    """The train and val parts of a folder or archive; a share is held out where there is no
+    val."""
+    data, path = config.data, Path(config.data.path)
+    try:
+        origin = open_origin(path)
+    except PermissionError as error:
+        raise UserError(f"{error.filename} cannot be read: check its permissions") from error
+    labels = torch.from_numpy(origin.labels.astype(numpy.int64))
+    if origin.train < len(labels):
+        parts = torch.arange(origin.train), torch.arange(origin.train, len(labels))
+    else:
+        parts = hold_out_order(len(labels), data.val_share)
+    records, classes = FromOrigin(origin, path), len(origin.classes)
+    train, val = (Decoded(data, records, part, labels[part], classes) for part in parts)
+    return train, val

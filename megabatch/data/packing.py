@@ -1,0 +1,293 @@
+"""Packing: an origin becomes a pack, in parts that survive an interruption.
+
+Images are encoded by threads and written in a fixed order, 1,024 to a part, beside the output. When
+all parts are there they are joined into one file, which gets its name only once it is whole and on
+disk. Nothing depends on the number of threads or on how often the work was interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy
+import torch
+from numpy.typing import NDArray
+
+from megabatch.config import UserError
+from megabatch.data.decode import BadImage
+from megabatch.data.encode import Encoding, Stored, encode
+from megabatch.data.origins import Origin
+from megabatch.data.packfile import About
+from megabatch.data.packwriter import Index, write
+from megabatch.data.source import hold_out_order
+
+PART = 1024
+_AHEAD = 4  # images in the hands of each thread's queue
+
+
+@dataclass(frozen=True)
+class Bad:
+    """An image that could not be read."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How packing ended; without a pack where too many images are bad."""
+
+    path: Path | None
+    images: int
+    bad: list[Bad]
+    splits: dict[str, int]
+    nbytes: int
+    parts_kept: int
+    """parts that an earlier attempt had finished"""
+
+
+def pack(
+    origin: Origin,
+    title: str,
+    out: Path,
+    encoding: Encoding,
+    *,
+    val_share: float | None = None,
+    skip_bad: int = 0,
+    threads: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Packed:
+    """Pack an origin into `out`. Run again after an interruption: finished parts are taken over.
+
+    With more than `skip_bad` unreadable images all of them are listed and no pack is made.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists already: remove it or name another file")
+    if origin.pixels and encoding.kind == "jpeg" and encoding.size == 0:
+        encoding = Encoding("raw")  # small pictures that come as pixels stay pixels
+    order, train = _order(origin, val_share)
+    folder = out.with_name(out.name + ".parts")
+    with _locked(folder), ThreadPoolExecutor(threads, "packer") as pool:
+        parts: list[dict[str, Any]] = []
+        kept = 0
+        for first in range(0, len(order), PART):
+            indices = order[first : first + PART]
+            at = folder / f"{first // PART:06d}"
+            key = _key(origin, encoding, indices)
+            part = _finished(at, key)
+            kept += part is not None
+            if part is None:
+                work = _counted(
+                    _encoded(pool, threads, origin, encoding, indices), first, len(order), progress
+                )
+                part = _write_part(at, key, work)
+            parts.append(part)
+            progress(first + len(indices), len(order))
+        bad = [Bad(*row) for part in parts for row in part["bad"]]
+        if len(bad) > skip_bad:
+            return Packed(None, len(order), bad, {}, 0, kept)
+        good = [place for n, part in enumerate(parts) for place in _good(part, n)]
+        if not good:
+            raise UserError(f"{title} has no readable image at all, so there is nothing to pack")
+        about, index = _described(origin, title, encoding, order, train, good, parts, len(bad))
+        whole = folder / "whole"
+        with whole.open("wb") as file:
+            write(file, about, index, lambda to: _join(folder, parts, to))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(whole, out)
+        _sync_folder(out.parent)
+        splits = {name: last - first for name, (first, last) in about.splits.items()}
+    shutil.rmtree(folder)
+    return Packed(out, len(good), bad, splits, out.stat().st_size, kept)
+
+
+def _order(origin: Origin, val_share: float | None) -> tuple[NDArray[numpy.int64], int]:
+    """The images in the order of the pack, training part first, and how many belong to it."""
+    count = len(origin.labels)
+    if origin.train < count:
+        if val_share is not None:
+            raise UserError("the source has a val part of its own: leave --val-share away")
+        return numpy.arange(count), origin.train
+    train, held = hold_out_order(count, 0.1 if val_share is None else val_share)
+    return torch.cat([train, held]).numpy(), len(train)
+
+
+# --- parts -------------------------------------------------------------------------------------
+
+
+def _key(origin: Origin, encoding: Encoding, indices: NDArray[numpy.int64]) -> str:
+    """Says what a part is made of: another source, setting or file time gives another key."""
+    digest = hashlib.sha256(json.dumps([origin.kind, asdict(encoding)]).encode())
+    for index in indices.tolist():
+        line = [origin.name(index), int(origin.labels[index]), origin.stamp(index)]
+        digest.update(json.dumps(line).encode())
+    return digest.hexdigest()
+
+
+def _encoded(
+    pool: ThreadPoolExecutor,
+    threads: int,
+    origin: Origin,
+    encoding: Encoding,
+    indices: NDArray[numpy.int64],
+) -> Iterator[Stored | Bad]:
+    """The images encoded, in order; only a few are in memory at a time."""
+
+    def one(index: int) -> Stored | Bad:
+        try:
+            return encode(origin.read(index), encoding)
+        except BadImage as error:
+            return Bad(origin.name(index), str(error))
+        except OSError as error:
+            return Bad(origin.name(index), error.strerror or str(error))
+
+    waiting: deque[Future[Stored | Bad]] = deque()
+    for index in indices.tolist():
+        waiting.append(pool.submit(one, index))
+        if len(waiting) > _AHEAD * threads:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _counted(
+    images: Iterator[Stored | Bad], done: int, total: int, progress: Callable[[int, int], None]
+) -> Iterator[Stored | Bad]:
+    for number, image in enumerate(images, done + 1):
+        yield image
+        progress(number, total)
+
+
+def _write_part(at: Path, key: str, images: Iterator[Stored | Bad]) -> dict[str, Any]:
+    """Write the images of a part, then its table: a part with a table is whole."""
+    sizes, crcs, shapes, bad = [], [], [], []
+    good: list[int] = []
+    with at.with_suffix(".images").open("wb") as file:
+        for place, image in enumerate(images):
+            if isinstance(image, Bad):
+                bad.append((image.name, image.reason))
+            else:
+                file.write(image.data)
+                good.append(place)
+                sizes.append(len(image.data))
+                crcs.append(zlib.crc32(image.data))
+                shapes.append(image.shape)
+        file.flush()
+        os.fsync(file.fileno())
+    different = sorted(set(shapes))[:2]  # one shape or more than one: no more is asked
+    part = {"key": key, "good": good, "sizes": sizes, "crcs": crcs, "bad": bad}
+    part["shapes"] = different
+    fresh = at.with_suffix(".fresh")
+    fresh.write_text(json.dumps(part))
+    os.replace(fresh, at.with_suffix(".json"))
+    return part
+
+
+def _finished(at: Path, key: str) -> dict[str, Any] | None:
+    """A part that an earlier attempt finished, if it is of the same images and whole."""
+    try:
+        part: dict[str, Any] = json.loads(at.with_suffix(".json").read_text())
+        size = at.with_suffix(".images").stat().st_size
+        return part if part["key"] == key and sum(part["sizes"]) == size else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _good(part: dict[str, Any], number: int) -> list[int]:
+    return [number * PART + place for place in part["good"]]
+
+
+# --- joining -----------------------------------------------------------------------------------
+
+
+def _described(
+    origin: Origin,
+    title: str,
+    encoding: Encoding,
+    order: NDArray[numpy.int64],
+    train: int,
+    good: list[int],
+    parts: list[dict[str, Any]],
+    bad: int,
+) -> tuple[About, Index]:
+    labels = origin.labels[order[good]]
+    if encoding.kind == "raw":
+        _same_shape(parts)
+    shapes = {tuple(shape) for part in parts for shape in part["shapes"]}
+    middle = int(numpy.searchsorted(good, train))
+    splits = {"train": (0, middle), "val": (middle, len(good))}
+    counts = {
+        name: numpy.bincount(labels[first:last], minlength=len(origin.classes)).tolist()
+        for name, (first, last) in splits.items()
+    }
+    about = About(
+        source=f"{origin.kind} {title}",
+        encoding=encoding.said(),
+        shape=shapes.pop() if len(shapes) == 1 else None,
+        classes=origin.classes,
+        splits=splits,
+        counts=counts,
+        skipped=bad,
+    )
+    index = Index(
+        sizes=numpy.array([size for part in parts for size in part["sizes"]], numpy.int64),
+        labels=labels,
+        crcs=numpy.array([crc for part in parts for crc in part["crcs"]], numpy.uint32),
+        names=[origin.name(int(order[place])) for place in good],
+    )
+    return about, index
+
+
+def _same_shape(parts: list[dict[str, Any]]) -> None:
+    shapes = sorted({tuple(shape) for part in parts for shape in part["shapes"]})
+    if len(shapes) > 1:
+        (h, w, _), (other_h, other_w, _) = shapes[:2]
+        raise UserError(
+            f"a raw pack needs images of one size, but there are {w} x {h} and "
+            f"{other_w} x {other_h}: give --size"
+        )
+
+
+def _join(folder: Path, parts: list[dict[str, Any]], to: BinaryIO) -> None:
+    for number, part in enumerate(parts):
+        at = folder / f"{number:06d}.images"
+        with at.open("rb") as images:
+            for size, crc in zip(part["sizes"], part["crcs"], strict=True):
+                data = images.read(size)
+                if zlib.crc32(data) != crc:
+                    at.with_suffix(".json").unlink()
+                    raise OSError(f"{at} was damaged while packing: pack again")
+                to.write(data)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The folder of parts, in the hands of one process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is packing into {folder} already") from None
+        yield
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,155 @@
+"""Cores, memory, files and room on disk, as this process may use them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megabatch.doctor.finding import Finding
+
+GIB = 2**30
+# Measured on a CPU build: a worker with torch and the trainer imported, before model and images.
+WORKER_BYTES = GIB // 4
+FEW_FILES = 1024
+
+
+def check_cores(environ: Mapping[str, str] = os.environ, system: Path = Path("/")) -> Finding:
+    """Cores of the machine, those this process may use, and the time a container grants."""
+    there, usable = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    found = f"{usable} of {there} cores"
+    asked = environ.get("OMP_NUM_THREADS", "")
+    threads = f", OMP_NUM_THREADS {asked}" if asked else ""
+    quota = min(_cpu_quotas(system), default=float(usable))
+    if quota < usable:
+        return Finding(
+            "cores",
+            "limited",
+            f"{found}, but the time of {quota:g}{threads}",
+            "threads are counted by cores and then wait for their turn",
+            f"give the container more, or bind it: taskset -c 0-{max(0, int(quota) - 1)}",
+        )
+    if usable == 1 and there > 1:
+        return Finding(
+            "cores",
+            "limited",
+            found + threads,
+            "everything runs on one core",
+            "launchers bind so: mpirun --bind-to none, srun --cpus-per-task, taskset",
+        )
+    if asked.isdigit() and int(asked) > usable:
+        costs = "threads outside training (evaluation of your own, numpy) crowd the cores"
+        return Finding("cores", "limited", found + threads, costs, "unset OMP_NUM_THREADS")
+    return Finding("cores", "works", found + threads)
+
+
+def check_memory(system: Path = Path("/")) -> Finding:
+    lines = (line.split() for line in (system / "proc/meminfo").read_text().splitlines())
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
+    free, total = kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
+    for limit, used in _memory_limits(system):
+        free, total = min(free, limit - used), min(total, limit)
+    found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
+    fit = max(0, free // WORKER_BYTES)
+    if fit < 8:
+        costs = f"room for about {fit} workers, before their models and images"
+        return Finding("memory", "limited", found, costs, "fewer --workers, or a larger machine")
+    return Finding("memory", "works", found)
+
+
+def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
+    part, costs = "shared memory", "NCCL joins the GPUs of one machine slowly or not at all"
+    remedy = "in a container: --shm-size=8g or --ipc=host; else NCCL_SHM_DISABLE=1"
+    if not path.is_dir():
+        return Finding(part, "limited", f"there is no {path}", costs, remedy)
+    if (trouble := _write_trouble(path)) is not None:
+        return Finding(part, "limited", f"{path} cannot be written: {trouble}", costs, remedy)
+    free = shutil.disk_usage(path).free
+    found = f"{path} has {free / GIB:.1f} GiB free"
+    if free < GIB // 8:  # containers have 64 MB if nobody asks for more
+        return Finding(part, "limited", found, costs, remedy)
+    return Finding(part, "works", found)
+
+
+def check_open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"up to {_count(soft)} at once (could be raised to {_count(hard)})"
+    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+        room = hard == resource.RLIM_INFINITY or hard > soft
+        return Finding(
+            "open files",
+            "limited",
+            found,
+            "every pair of workers holds sockets: many workers fail to join",
+            f"ulimit -n {_count(min(hard, 65536) if hard > 0 else 65536)}"
+            if room
+            else "an administrator raises it in limits.conf",
+        )
+    return Finding("open files", "works", found)
+
+
+def check_folder(folder: Path = Path()) -> Finding:
+    """Runs are written below the working folder unless --out says otherwise."""
+    part, here = "working folder", folder.absolute()
+    if (trouble := _write_trouble(folder)) is not None:
+        found = f"{here} cannot be written: {trouble}"
+        return Finding(part, "limited", found, "a run has no place to write", "train with --out")
+    free = shutil.disk_usage(folder).free
+    found = f"{free / GIB:.1f} GiB free at {here}"
+    if free < GIB:
+        costs = "a checkpoint of ResNet-50 takes 0.2 GiB, and two are kept"
+        return Finding(part, "limited", found, costs, "train with --out on another disk")
+    return Finding(part, "works", found)
+
+
+def _count(limit: int) -> str:
+    return "any number" if limit == resource.RLIM_INFINITY else f"{limit}"
+
+
+def _write_trouble(folder: Path) -> str | None:
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"megabatch")
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+# --- what a container or a scheduler grants -------------------------------------------------------
+
+
+def _groups(system: Path) -> Iterator[Path]:
+    """The control groups (version 2) this process is in, from its own up to the root's."""
+    try:
+        lines = (system / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    root = system / "sys/fs/cgroup"
+    for line in lines:
+        if line.startswith("0::/"):
+            own = Path(line[4:])
+            yield from (root / place for place in (own, *own.parents))
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _cpu_quotas(system: Path) -> Iterator[float]:
+    for group in _groups(system):
+        match _words(group / "cpu.max"):
+            case [quota, period] if quota != "max":
+                yield int(quota) / int(period)
+
+
+def _memory_limits(system: Path) -> Iterator[tuple[int, int]]:
+    for group in _groups(system):
+        match _words(group / "memory.max"), _words(group / "memory.current"):
+            case [limit], [used] if limit != "max":
+                yield int(limit), int(used)

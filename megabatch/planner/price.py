@@ -1,0 +1,268 @@
+"""What a plan costs on a machine: each phase priced over the links that its messages cross.
+
+A collective takes `latency + seconds_per_byte * nbytes`; both are found without walking through the
+ranks, so the price of 100,000 of them costs no more than that of eight. The tests hold it to the
+messages of `plans.lower`. (The cost model of Thakur 2005, on the rings and trees of Goyal 2017.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd
+from typing import NamedTuple
+
+from megabatch.planner.machine import Machine
+from megabatch.plans.phase import CLOSES, Phase, Plan, check
+
+
+class Price(NamedTuple):
+    """Time of a collective: the part that any size pays, and the part that each byte pays."""
+
+    latency: float
+    seconds_per_byte: float
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency + self.seconds_per_byte * nbytes
+
+
+FREE = Price(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The ranks of one group: `members` of them, `stride` apart, among the `world`.
+
+    `alone` says that no line beside it works at the same time (the masters' column): it has the
+    NICs to itself.
+    """
+
+    members: int
+    stride: int
+    world: int
+    alone: bool = False
+
+    @property
+    def extent(self) -> int:
+        return self.members * self.stride
+
+    def touches(self, block: int) -> int:
+        """Blocks of ranks (nodes, racks) that the line reaches into, where it lies worst."""
+        furthest = block - gcd(self.extent, block)
+        return -(-(furthest + self.extent) // block)
+
+    def hops_between(self, block: int, closed: bool = True) -> int:
+        """Of members - 1 hops from one to the next: those that leave a block, at most.
+
+        A closed line (a ring) also hops from its last member to its first.
+        """
+        touched = self.touches(block)
+        return min(self.members - 1, touched if closed and touched > 1 else touched - 1)
+
+    def leaving_ring(self, block: int, closed: bool = True) -> int:
+        """Messages that leave one block while every member sends to the next."""
+        if self.touches(block) == 1:
+            return 0
+        if self.alone:
+            return 1
+        if self.stride == 1:
+            # A row that the block's edge cuts sends one message over it, and one back if it is
+            # closed. Two rows can be cut where rows do not end at an edge.
+            one_row = self.extent % block == 0 or self.extent == self.world
+            return 1 if one_row or not closed else 2
+        stays = max(0, block - self.stride) + max(0, block - (self.world - self.stride))
+        return block - stays
+
+    def leaving_swap(self, block: int, distance: int) -> int:
+        """Messages that leave one block while each member swaps with the one at that distance.
+
+        Exact where blocks are powers of two, an upper bound elsewhere.
+        """
+        reach = distance * self.stride
+        # pairs lie in whole blocks of twice their distance, if lines begin with one
+        paired = self.extent % (2 * reach) == 0 or self.extent == self.world
+        if self.touches(block) == 1 or (paired and block % (2 * reach) == 0):
+            return 0
+        inside = -(-block // self.stride) if self.alone else block
+        return min(inside, 2 * reach)  # each edge of the block cuts as many pairs as they are wide
+
+
+def price(plan: Plan, y: int, x: int, machine: Machine) -> Price:
+    """The price of a plan on a grid of y rows and x columns, ranks filling node after node."""
+    return sum_of(Price(*leg[1:]) for leg in legs(plan, y, x, machine))
+
+
+def sum_of(prices: Iterator[Price]) -> Price:
+    both = [*zip(*prices, strict=True)]
+    return Price(sum(both[0]), sum(both[1])) if both else FREE
+
+
+class PricedPhase(NamedTuple):
+    phase: Phase
+    latency: float
+    seconds_per_byte: float
+
+
+def legs(plan: Plan, y: int, x: int, machine: Machine) -> Iterator[PricedPhase]:
+    """The price phase by phase; `seconds_per_byte` counts bytes of the whole tensor."""
+    check(plan)
+    world = y * x
+    share, alone = 1.0, False
+    opened: list[tuple[Line, float, bool]] = []
+    for phase in plan:
+        if phase.op in CLOSES:
+            line, share, alone = opened.pop()
+        else:
+            members, stride = {"x": (x, 1), "y": (y, x), "xy": (world, 1)}[phase.axis]
+            line = Line(members, stride, world, alone)
+            if phase.op != "all_reduce":
+                opened.append((line, share, alone))
+        if line.members > 1:
+            cost = _collective(phase, line, machine)
+            yield PricedPhase(phase, cost.latency, cost.seconds_per_byte * share)
+        if phase.op == "reduce_scatter":
+            share /= line.members if phase.wiring == "ring" else _power_of_two(line.members)
+        elif phase.op == "reduce":
+            alone = True
+
+
+def _collective(phase: Phase, line: Line, machine: Machine) -> Price:
+    op = CLOSES.get(phase.op, phase.op)
+    ways = 2 if op == "all_reduce" else 1
+    if phase.wiring == "ring":
+        cost = _chain(line, machine) if op == "reduce" else _ring(line, machine)
+    elif op == "reduce":
+        cost = _tree(line, machine)
+    else:
+        cost = _halving(line, machine)
+    return Price(machine.launch_seconds + ways * cost.latency, ways * cost.seconds_per_byte)
+
+
+def _ring(line: Line, machine: Machine) -> Price:
+    """A piece goes once around: it pays the latency of each hop, and the slowest hop sets the
+    pace."""
+    rounds = line.members - 1
+    return Price(_hops(line, machine), rounds / line.members * _pace(line, machine))
+
+
+def _chain(line: Line, machine: Machine) -> Price:
+    """As many pieces as members follow each other: the last leaves when the first has arrived."""
+    rounds = line.members - 1
+    latency = _hops(line, machine, closed=False)
+    return Price(latency, 2 * rounds / line.members * _pace(line, machine, closed=False))
+
+
+def _halving(line: Line, machine: Machine) -> Price:
+    """Swaps at distance 1, 2, 4, ...; blocks of other sizes hand theirs to the next larger one."""
+    latency = seconds = 0.0
+    largest = _power_of_two(line.members)
+    handed = _handed_over(line.members)
+    distance = 1
+    while distance < line.members:
+        swapped = 0.5 / distance if 2 * distance <= largest else 0.0
+        part = max(swapped, handed.get(distance, 0.0))
+        latency += _latency(machine, *_crossed(line, distance, machine))
+        seconds += part * _swap_pace(line, distance, machine)
+        distance *= 2
+    return Price(latency, seconds)
+
+
+def _power_of_two(limit: int) -> int:
+    return 1 << limit.bit_length() - 1
+
+
+def _handed_over(members: int) -> dict[int, float]:
+    """By the size of the larger block: the share that a member of the next smaller one sends."""
+    digits = [1 << bit for bit in range(members.bit_length()) if members >> bit & 1]
+    return {larger: 1 / smaller for smaller, larger in pairwise(digits)}
+
+
+def _tree(line: Line, machine: Machine) -> Price:
+    """A binomial tree: the whole slice at distance 1, 2, 4, ..."""
+    latency = seconds = 0.0
+    distance = 1
+    while distance < line.members:
+        latency += _latency(machine, *_crossed(line, distance, machine))
+        # half of those in play send: one of each pair that a swap would have
+        pace = _swap_pace(line, distance, machine, sending=0.5 / distance)
+        seconds += pace
+        distance *= 2
+    return Price(latency, seconds)
+
+
+# --- what a hop costs ---------------------------------------------------------------------------
+
+
+def _hops(line: Line, machine: Machine, closed: bool = True) -> float:
+    """Latency of a way along the whole line."""
+    rack = machine.workers_per_rack
+    nodes = line.hops_between(machine.workers_per_node, closed)
+    racks = min(nodes, line.hops_between(rack, closed)) if rack else 0
+    inside = line.members - 1 - nodes
+    return (
+        inside * _latency(machine, False, False)
+        + (nodes - racks) * _latency(machine, True, False)
+        + racks * _latency(machine, True, True)
+    )
+
+
+def _crossed(line: Line, distance: int, machine: Machine) -> tuple[bool, bool]:
+    """Whether a swap at that distance leaves the node, and the rack."""
+    rack = machine.workers_per_rack
+    node = line.leaving_swap(machine.workers_per_node, distance) > 0
+    return node, bool(rack) and line.leaving_swap(rack or 1, distance) > 0
+
+
+def _latency(machine: Machine, leaves_node: bool, leaves_rack: bool) -> float:
+    if leaves_rack and machine.spine:
+        return machine.spine.latency_seconds
+    if leaves_node and machine.network:
+        return machine.network.latency_seconds
+    return machine.node.latency_seconds if machine.node else 0.0
+
+
+def _pace(line: Line, machine: Machine, closed: bool = True) -> float:
+    """Seconds a byte of each member's message while all send to their next."""
+    rack = machine.workers_per_rack
+    inside = line.hops_between(machine.workers_per_node) < line.members - 1
+    return _slowest(
+        machine,
+        line.leaving_ring(machine.workers_per_node, closed),
+        line.leaving_ring(rack, closed) if rack else 0,
+        inside or line.touches(machine.workers_per_node) == 1,
+        swaps=closed and line.members == 2,
+    )
+
+
+def _swap_pace(line: Line, distance: int, machine: Machine, sending: float = 1.0) -> float:
+    rack = machine.workers_per_rack
+    node_flows = line.leaving_swap(machine.workers_per_node, distance)
+    rack_flows = line.leaving_swap(rack, distance) if rack else 0
+    return _slowest(
+        machine,
+        max(1, node_flows * sending) if node_flows else 0,
+        max(1, rack_flows * sending) if rack_flows else 0,
+        node_flows == 0,
+        swaps=sending == 1.0,
+    )
+
+
+def _slowest(
+    machine: Machine, node_flows: float, rack_flows: float, inside: bool, swaps: bool
+) -> float:
+    """Seconds a byte where so many messages share a node's NICs and a rack's uplinks.
+
+    `swaps`: each worker sends to the one that it receives from.
+    """
+    paces = [1 / machine.node.bytes_per_second] if inside and machine.node else []
+    network = machine.network
+    if node_flows and network:
+        nics = network.nics * network.bytes_per_second
+        flow = min(nics, network.flow_bytes_per_second or nics)
+        kept = network.duplex if swaps else 1.0
+        paces += [node_flows / nics / kept, 1 / flow / kept]
+        if rack_flows and machine.spine:
+            uplinks = nics * machine.spine.nodes_per_rack / machine.spine.oversubscription
+            paces.append(rack_flows / uplinks)
+    return max(paces)

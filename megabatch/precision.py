@@ -1,0 +1,105 @@
+"""Precision: autocast, or half weights with fp32 masters; the loss scale; a step that is skipped.
+
+Jia 2018: forward and backward in half precision, weights and gradients cast to fp32 for LARS and
+the update, and cast back. The loss scale is undone before LARS takes norms. Whether a step is
+skipped is decided on the device, from the control vector, so that it is the same on every worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabatch.config import Config
+from megabatch.optim import NORMALISATIONS
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_FIRST_SCALE = 2.0**16
+_GROWTH_STEPS = 2000
+
+
+def full_dtype(config: Config) -> torch.dtype:
+    """What images, sums and the optimizer are in: fp32, or fp64 for runs in double precision."""
+    return torch.float64 if config.precision == "fp64" else torch.float32
+
+
+def autocast(config: Config, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if config.precision not in _HALF:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, _HALF[config.precision])
+
+
+class Masters:
+    """fp32 twins of a module's weights, which become half; normalisation layers stay in fp32.
+
+    Empty unless the config asks for half weights, and then everything here does nothing.
+    """
+
+    def __init__(self, net: nn.Module, config: Config) -> None:
+        self.twins: dict[nn.Parameter, nn.Parameter] = {}
+        self._names: dict[str, nn.Parameter] = {}
+        if not config.half_weights:
+            return
+        for prefix, module in net.named_modules():
+            for name, weight in module.named_parameters(recurse=False):
+                if isinstance(module, NORMALISATIONS) or weight in self.twins:
+                    continue
+                twin = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+                self.twins[weight] = self._names[f"{prefix}.{name}".lstrip(".")] = twin
+                weight.data = weight.data.to(_HALF[config.precision])
+
+    def groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Parameter groups of the module's weights as groups of what the optimizer updates."""
+        return [{**group, "params": [self.of(p) for p in group["params"]]} for group in groups]
+
+    def of(self, weight: nn.Parameter) -> nn.Parameter:
+        return self.twins.get(weight, weight)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the masters into the module's weights."""
+        if self.twins:
+            torch._foreach_copy_(list(self.twins), list(self.twins.values()))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"master.{name}": twin.detach() for name, twin in self._names.items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, twin in self._names.items():
+                twin.copy_(tensors[f"master.{name}"])
+        self.write_back()
+
+
+class LossScale:
+    """The factor of the loss in backward, a number on the device.
+
+    Dynamic (for fp16): halved when a step overflows, doubled after 2,000 steps that did not.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.dynamic = config.loss_scale is None and config.precision == "fp16"
+        first = _FIRST_SCALE if self.dynamic else (config.loss_scale or 1.0)
+        self.value = torch.tensor(first, device=device)
+        self._good_steps = torch.tensor(0, device=device)
+        self.on = self.dynamic or first != 1.0
+
+    def update(self, good: Tensor) -> None:
+        """After a step: `good` says, on the device, that it did not overflow."""
+        if not self.dynamic:
+            return
+        count = torch.where(good, self._good_steps + 1, 0)
+        grown = torch.where(count >= _GROWTH_STEPS, self.value * 2, self.value)
+        self.value = torch.where(good, grown, self.value / 2)
+        self._good_steps = torch.where(count >= _GROWTH_STEPS, 0, count)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"loss_scale.value": self.value, "loss_scale.good_steps": self._good_steps}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.value = tensors["loss_scale.value"].to(self.value)
+        self._good_steps = tensors["loss_scale.good_steps"].to(self._good_steps)

@@ -1,0 +1,50 @@
+"""What a worker's process is set to while it trains: threads, kernels, what a signal does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from megabatch.cluster import Cluster
+from megabatch.config import Config
+
+
+@contextlib.contextmanager
+def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
+    """One thread and fixed kernels for a deterministic run, otherwise a fair share of the cores, or
+    what OMP_NUM_THREADS says."""
+    threads, exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    if config.deterministic:
+        torch.set_num_threads(1)
+    elif cluster.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // cluster.local_world))
+    if config.deterministic and cluster.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(exact)
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """SIGTERM and Ctrl-C only raise a flag here; the control vector tells the other workers."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in numbers}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -1,0 +1,40 @@
+"""Goyal et al. 2017 (1706.02677), ImageNet in one hour: linear scaling and gradual warm-up."""
+
+from __future__ import annotations
+
+from megabatch.config import Config, LearningRate, Optimizer
+from megabatch.recipes.imagenet import crops_by_area
+
+
+def goyal2017() -> Config:
+    """ResNet-50, batch 8k, SGD: linear scaling and gradual warm-up.
+
+    Command:   megabatch train goyal2017 --data.path imagenet.arrow
+    Published: 256 Tesla P100 (--micro 32), 90 epochs in 1 hour, top-1 76.26 % +- 0.09
+
+    Every number is the paper's. It names no colour jitter, so there is none. Zero gamma in each
+    block's last batch norm is the model's, no decay on batch norm the parameter groups'.
+    """
+    return Config(
+        name="goyal2017",
+        model="resnet50",
+        epochs=90,
+        batch=8192,
+        micro=256,
+        span=32,
+        bn_momentum=0.1,
+        data=crops_by_area(0.08),
+        lr=LearningRate(
+            reference=0.1,
+            per=256,
+            warmup=5,
+            start=0.1,
+            decay="steps",
+            at=(30, 60, 80),
+            factor=0.1,
+        ),
+        # The rate is outside the buffer: the paper's reference form, which needs no correction.
+        optimizer=Optimizer(
+            momentum=0.9, weight_decay=1e-4, trust=None, nesterov=True, form="pytorch"
+        ),
+    )

@@ -1,0 +1,120 @@
+"""The folder of a run: config.json, environment.json, metrics.jsonl, checkpoints, summary.json.
+
+Without a folder nothing is written. All workers read it; only the first writes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megabatch import checkpoint
+from megabatch.cluster import Cluster
+from megabatch.config import Config, UserError
+from megabatch.metrics import drop_after, environment
+from megabatch.noise import NoiseScale
+from megabatch.parts import Parts
+
+# What may change when a run is resumed: nothing that shapes its result.
+_FREE = {"eval_every", "save_every", "keep", "target_accuracy", "bucket_mb", "ratio_band"}
+
+
+@dataclass
+class State:
+    """Where a run stands; with the parts' tensors, all that the rest of it depends on."""
+
+    seen: int = 0
+    steps: int = 0
+    batch: int | None = None
+    """the present batch, where it follows the noise"""
+    proposed: int = 0
+    noise: NoiseScale = field(default_factory=NoiseScale)
+    pending: list[Any] = field(default_factory=list)
+    """numbers of the last step, not yet told"""
+    evaluation: dict[str, float] = field(
+        default_factory=lambda: {"top1": 0.0, "top5": 0.0, "loss": float("nan")}
+    )
+    seconds: float = 0.0
+
+    @staticmethod
+    def of(saved: dict[str, Any]) -> State:
+        return State(**{**saved, "noise": NoiseScale(**saved["noise"])})
+
+
+class RunFolder:
+    def __init__(self, path: Path | None, config: Config, cluster: Cluster) -> None:
+        self.path, self._config, self._cluster = path, config, cluster
+        self._writes = path is not None and cluster.first
+
+    def begin(self, resume: bool, parts: Parts) -> State:
+        """The state a run begins with: nothing seen, or the newest good checkpoint's."""
+        if self.path is None:
+            if resume:
+                raise UserError("resume was asked for but no run folder was named: give out")
+            return State()
+        found = self._cluster.agree(lambda: self._open(resume))
+        state = State()
+        if found is not None:
+            state = State.of(checkpoint.load(found, parts.net, parts.optimizer))
+            parts.load(checkpoint.load_extra(found))
+        if self._writes:
+            drop_after(self.path / "metrics.jsonl", state.seen, state.steps - len(state.pending))
+        return state
+
+    def _open(self, resume: bool) -> Path | None:
+        assert self.path is not None
+        written = self.path / "config.json"
+        if written.exists() and not resume:
+            raise UserError(
+                f"{self.path} holds a run already: add --resume to go on with it, "
+                f"or name another --out"
+            )
+        if written.exists():
+            self._same_run(Config.from_json(written.read_text()))
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            written.write_text(self._config.to_json())
+            _write_json(self.path / "environment.json", environment())
+        except OSError as error:
+            raise UserError(
+                f"the run folder {self.path} cannot be written: {error.strerror}"
+            ) from error
+        return checkpoint.newest(self.path / "checkpoints")
+
+    def _same_run(self, before: Config) -> None:
+        old, new = asdict(before), asdict(self._config)
+        for name in sorted(old.keys() - _FREE):
+            if old[name] != new[name]:
+                raise UserError(
+                    f"{self.path} was begun with {name} {old[name]} but {new[name]} is asked for "
+                    f"now: resume with the same settings, or name another --out"
+                )
+
+    def save(self, state: State, parts: Parts, began: float) -> None:
+        state.seconds = time.monotonic() - began
+        if self._writes:
+            assert self.path is not None
+            checkpoint.save(
+                self.path / "checkpoints",
+                parts.net,
+                parts.optimizer,
+                asdict(state),
+                self._config.keep,
+                parts.tensors(),
+            )
+
+    def write(self, name: str, record: dict[str, Any]) -> None:
+        if self._writes:
+            assert self.path is not None
+            _write_json(self.path / name, record)
+
+    @property
+    def for_log(self) -> Path | None:
+        return self.path if self._writes else None
+
+
+def _write_json(path: Path, record: dict[str, Any]) -> None:
+    path.write_text(json.dumps(record, indent=2) + "\n")

@@ -1,0 +1,162 @@
+"""megabatch pack SOURCE OUT.arrow: a data set into one file; megabatch pack --verify FILE."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from megabatch.cli import DONE, FAILED
+from megabatch.config import UserError
+from megabatch.verbs.parsing import parse
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class PackFlags:
+    source: tyro.conf.Positional[str] = ""
+    """a folder of class folders (or train/ and val/), Tiny ImageNet, ILSVRC2012's tar files,
+    parquet, CIFAR (archive or folder) or MNIST-style idx files"""
+    out: tyro.conf.Positional[str] = ""
+    """the pack to write, OUT.arrow"""
+    verify: str = ""
+    """check this pack instead: every byte of it, and that each image can be decoded"""
+    size: int = 0
+    """images are made smaller to this shortest side, in pixels (0: JPEGs stay untouched)"""
+    quality: int = 90
+    """of the JPEGs that are made anew, 1 to 100"""
+    raw: bool = False
+    """keep pixels, not JPEG: the middle square of --size, or images that are all of one size"""
+    val_share: float | None = None
+    """share of the images held out, by hash, where the source has no val part (None: 0.1)"""
+    skip_bad: int = 0
+    """so many unreadable images may be left out; with more there is no pack"""
+    threads: int = 0
+    """threads that decode and encode (0: one a core)"""
+    json: bool = False
+    """the last line on standard output is the result as one JSON object"""
+
+
+def run(arguments: list[str]) -> int:
+    flags = parse(PackFlags, "pack", arguments)
+    threads = flags.threads or len(os.sched_getaffinity(0))
+    if flags.verify:
+        if flags.source:
+            raise UserError("--verify checks a pack that is there: give no source beside it")
+        status, result = _verify(Path(flags.verify), threads)
+    else:
+        _check(flags)
+        try:
+            status, result = _pack(flags, threads)
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            print(
+                f"megabatch: packing stopped: {error.strerror or error}{where}; there is no output "
+                f"file, finished parts are kept, and the same command goes on from there",
+                file=sys.stderr,
+            )
+            status, result = FAILED, {"error": str(error)}
+    if flags.json:
+        print(json.dumps(result), flush=True)
+    return status
+
+
+def _check(flags: PackFlags) -> None:
+    if not flags.source or not flags.out:
+        raise UserError("pack needs a source and an output: megabatch pack SOURCE OUT.arrow")
+    if not flags.out.endswith(".arrow"):
+        raise UserError(f"a pack's name ends with .arrow: name it {flags.out}.arrow")
+    if not Path(flags.out).parent.is_dir():
+        raise UserError(f"there is no folder {Path(flags.out).parent} to write the pack into")
+    if flags.size < 0 or flags.skip_bad < 0 or flags.threads < 0:
+        raise UserError("--size, --skip-bad and --threads cannot be negative")
+    if not 1 <= flags.quality <= 100:
+        raise UserError(f"--quality is {flags.quality}; give 1 to 100")
+    if flags.val_share is not None and not 0 < flags.val_share < 1:
+        raise UserError(f"--val-share is {flags.val_share:g}; give a share, 0.1 say")
+
+
+def _pack(flags: PackFlags, threads: int) -> tuple[int, dict[str, Any]]:
+    from megabatch.data.encode import Encoding
+    from megabatch.data.origins import open_origin
+    from megabatch.data.packing import pack
+
+    source, out = Path(flags.source), Path(flags.out)
+    origin = open_origin(source)
+    encoding = Encoding("raw" if flags.raw else "jpeg", flags.size, flags.quality)
+    with _bar("packing") as progress:
+        packed = pack(
+            origin,
+            source.resolve().name,
+            out,
+            encoding,
+            val_share=flags.val_share,
+            skip_bad=flags.skip_bad,
+            threads=threads,
+            progress=progress,
+        )
+    _list("cannot be read", [(bad.name, bad.reason) for bad in packed.bad])
+    result = {
+        "out": None if packed.path is None else str(packed.path),
+        "images": packed.images,
+        "splits": packed.splits,
+        "bad": [[bad.name, bad.reason] for bad in packed.bad],
+        "nbytes": packed.nbytes,
+        "parts_kept": packed.parts_kept,
+    }
+    if packed.path is None:
+        print(
+            f"megabatch: no pack was made: {len(packed.bad)} of {packed.images} images cannot be "
+            f"read; repair or remove them, or allow them with --skip-bad {len(packed.bad)}",
+            file=sys.stderr,
+        )
+        return FAILED, result
+    parts = ", ".join(f"{count:,} {name}" for name, count in packed.splits.items())
+    print(f"{packed.path}: {parts} images, {packed.nbytes / 1e6:,.1f} MB", file=sys.stderr)
+    return DONE, result
+
+
+def _verify(path: Path, threads: int) -> tuple[int, dict[str, Any]]:
+    from megabatch.data.verify import verify
+
+    with _bar("verifying") as progress:
+        found = verify(path, threads, progress)
+    _list("is damaged", found.bad)
+    result = {"file": str(path), "images": found.images, "bad": found.bad, "frame": found.frame}
+    if found.bad or found.frame:
+        print(f"megabatch: {path} is damaged: copy it or pack it again", file=sys.stderr)
+        if found.frame:
+            print(f"megabatch: {found.frame}", file=sys.stderr)
+        return FAILED, result
+    print(f"{path}: all {found.images:,} images are good", file=sys.stderr)
+    return DONE, result
+
+
+def _list(what: str, bad: list[tuple[str, str]]) -> None:
+    for name, reason in bad[:_SHOWN]:
+        print(f"  {name} {what}: {reason}", file=sys.stderr)
+    if len(bad) > _SHOWN:
+        print(f"  and {len(bad) - _SHOWN} more (--json lists them all)", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn("left"))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,222 @@
+"""The same line under every launcher, for real: Open MPI, MPICH and a Slurm of this machine.
+
+Each run must end with the weights of the run on one worker. Needs root, and what
+scripts/install-systems.sh installs; all traffic stays on the loopback interface.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_slurm import free_ports, small_slurm
+
+pytestmark = [pytest.mark.systems, pytest.mark.timeout(600)]
+
+MEGABATCH = str(Path(sys.executable).parent / "megabatch")
+TRAIN = [MEGABATCH, "train", "digits", "--deterministic", "--device", "cpu", "--json"]
+SHORT = [*TRAIN, "--epochs", "1"]
+LONG = [*TRAIN, "--epochs", "12"]
+"""Long enough to be stopped half-way, short enough to be run to its end as well."""
+WAIT_SECONDS = 300
+NOWHERE = "but nothing says where they meet: set MASTER_ADDR"
+
+LOOPBACK = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMPI_MCA_btl_tcp_if_include": "lo",
+    "OMPI_MCA_oob_tcp_if_include": "lo",
+    "OMP_NUM_THREADS": "1",
+}
+# Open MPI wants to be told that root is meant, and that workers may outnumber cores; it looks for
+# ssh even where it has no other host to reach.
+ROOT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_plm_rsh_agent": "",
+}
+MPI = ["mpirun.openmpi", "mpiexec.hydra"]
+
+
+@pytest.fixture(scope="module")
+def environ():
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "MEGABATCH_", "SLURM_", "OMPI_", "PMI_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    return kept | LOOPBACK | ROOT
+
+
+@pytest.fixture(scope="module")
+def slurm(environ, tmp_path_factory):
+    with small_slurm(tmp_path_factory.mktemp("slurm") / "small") as settings:
+        yield environ | {"SLURM_CONF": settings["SLURM_CONF"], "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.fixture(scope="module")
+def alone(environ, tmp_path_factory):
+    """The weights of a run on one worker, by its line."""
+    known = {}
+
+    def weights(line):
+        if tuple(line) not in known:
+            out = tmp_path_factory.mktemp("alone") / "run"
+            done = run([*line, "--workers", "1", "--out", out], environ)
+            known[tuple(line)] = summary(done)["weights_sha256"]
+        return known[tuple(line)]
+
+    return weights
+
+
+def run(line, environ, **options):
+    assert shutil.which(line[0]), f"{line[0]} is missing: scripts/install-systems.sh installs it"
+    return subprocess.run(
+        [str(word) for word in line],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+        **options,
+    )
+
+
+def summary(done):
+    """What the run said: one line of JSON on standard output, over all workers."""
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# ---------------------------------------------------------------- MPI
+
+
+@pytest.mark.parametrize("meet", ["at an address", "through a file"])
+@pytest.mark.parametrize("mpi", MPI)
+def test_mpi(mpi, meet, environ, alone, tmp_path):
+    if meet == "at an address":
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_ports(1)[0]}"}
+    else:
+        where = {"MEGABATCH_STORE": str(tmp_path / "store")}
+    found = summary(run([mpi, "-n", 3, *SHORT, "--out", tmp_path / "run"], environ | where))
+    assert found["world"] == 3
+    assert found["weights_sha256"] == alone(SHORT)
+    assert not (tmp_path / "store").exists()  # the next run may use the name again
+
+
+@pytest.mark.parametrize("mpi", MPI)
+def test_mpi_with_nowhere_to_meet(mpi, environ):
+    """MPI ends the others as soon as one has failed, so only one is sure to speak."""
+    done = run([mpi, "-n", 2, *SHORT], environ)
+    assert done.returncode == 2
+    assert NOWHERE in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------- Slurm
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_srun(nodes, slurm, alone, tmp_path):
+    line = ["srun", "--nodes", nodes, "--ntasks", 4, *SHORT, "--out", tmp_path / "run"]
+    found = summary(run(line, slurm))
+    assert found["world"] == 4
+    assert found["weights_sha256"] == alone(SHORT)
+
+
+def test_srun_through_a_file(slurm, alone, tmp_path):
+    where = {name: value for name, value in slurm.items() if name != "MASTER_ADDR"}
+    where["MEGABATCH_STORE"] = str(tmp_path / "store")
+    found = summary(run(["srun", "--ntasks", 2, *SHORT, "--out", tmp_path / "run"], where))
+    assert (found["world"], found["weights_sha256"]) == (2, alone(SHORT))
+
+
+def test_srun_with_nowhere_to_meet_ends_every_worker_with_one_sentence(slurm):
+    where = {name: value for name, value in slurm.items() if name != "MASTER_ADDR"}
+    each = '"$0" "$@"; echo "worker $SLURM_PROCID: $?"'
+    done = run(["srun", "--ntasks", 4, "sh", "-c", each, *SHORT], where)
+    assert sorted(done.stdout.splitlines()) == [f"worker {rank}: 2" for rank in range(4)]
+    said = sorted(line for line in done.stderr.splitlines() if line.startswith("megabatch: "))
+    assert [line.partition(" but ")[0] for line in said] == [
+        f"megabatch: this is worker {rank} of 4" for rank in range(4)
+    ]
+    assert all(NOWHERE in line for line in said)
+    assert "Traceback" not in done.stderr
+    assert run(["srun", "--ntasks", 2, *SHORT], where).returncode == 2
+
+
+def batch(line, folder, tasks, nodes=1):
+    """The line that submits a batch script with this body and waits for its end."""
+    script = folder / "batch.sh"
+    script.write_text("#!/bin/sh\n" + " ".join(str(word) for word in line) + "\n")
+    files = [f"--output={folder}/out", f"--error={folder}/err"]
+    return ["sbatch", "--wait", "--parsable", *files, f"-n{tasks}", f"-N{nodes}", str(script)]
+
+
+def summary_of_batch(done, folder):
+    assert done.returncode == 0, (folder / "err").read_text()
+    return json.loads((folder / "out").read_text())
+
+
+@pytest.mark.parametrize("launch", [["srun"], *([mpi, "-n", "4"] for mpi in MPI)], ids=" ".join)
+def test_sbatch(launch, slurm, alone, tmp_path):
+    """mpirun and mpiexec start one daemon a node by srun: its variables must not count."""
+    line = [*launch, *SHORT, "--out", tmp_path / "run"]
+    found = summary_of_batch(run(batch(line, tmp_path, tasks=4, nodes=2), slurm), tmp_path)
+    assert (found["world"], found["weights_sha256"]) == (4, alone(SHORT))
+
+
+def test_in_a_batch_script_without_srun_megabatch_starts_its_own_workers(slurm, alone, tmp_path):
+    line = [*SHORT, "--workers", 2, "--out", tmp_path / "run"]
+    found = summary_of_batch(run(batch(line, tmp_path, tasks=2), slurm), tmp_path)
+    assert (found["world"], found["weights_sha256"]) == (2, alone(SHORT))
+
+
+# ---------------------------------------------------------------- stopped on request
+
+
+@pytest.mark.parametrize("how", ["scancel --signal=TERM", "scancel", "Ctrl-C"])
+def test_a_run_that_is_told_to_stop_leaves_a_checkpoint(how, slurm, environ, alone, tmp_path):
+    out = tmp_path / "run"
+    work = ["srun", "--ntasks=4", "--disable-status", *LONG, "--out", str(out)]
+    line = work if how == "Ctrl-C" else batch(work, tmp_path, tasks=4)
+    with subprocess.Popen(line, env=slurm, stdout=subprocess.PIPE, text=True) as launched:
+        if how == "Ctrl-C":
+            await_first_step(out)
+            launched.send_signal(signal.SIGINT)
+        else:
+            job = launched.stdout.readline().strip()
+            await_first_step(out)
+            run([*how.split(), job], slurm)
+        launched.communicate(timeout=WAIT_SECONDS)
+    # A job that was cancelled as a whole has no exit status of its own.
+    assert launched.returncode == (1 if how == "scancel" else 3)
+    assert json.loads((out / "summary.json").read_text())["ended"] == "stopped"
+    # It ends on one worker as if it had never been stopped.
+    done = run([*LONG, "--workers", 1, "--out", out, "--resume"], environ)
+    assert "resumed at step" in done.stderr
+    assert summary(done)["weights_sha256"] == alone(LONG)
+
+
+@pytest.mark.parametrize(("mpi", "status"), [("mpirun.openmpi", 1), ("mpiexec.hydra", 3)])
+def test_mpi_that_is_told_to_stop_leaves_a_checkpoint(mpi, status, environ, tmp_path):
+    out = tmp_path / "run"
+    # Open MPI waits a second for its workers to end, and has a status of its own.
+    where = {"MEGABATCH_STORE": str(tmp_path / "store"), "OMPI_MCA_odls_base_sigkill_timeout": "60"}
+    line = [mpi, "-n", "2", *LONG, "--out", str(out)]
+    with subprocess.Popen(line, env=environ | where, stdout=subprocess.DEVNULL) as launched:
+        await_first_step(out)
+        launched.terminate()
+        assert launched.wait(timeout=WAIT_SECONDS) == status
+    assert json.loads((out / "summary.json").read_text())["ended"] == "stopped"
+    assert list((out / "checkpoints").iterdir())
+
+
+def await_first_step(folder):
+    deadline = time.monotonic() + WAIT_SECONDS
+    metrics = folder / "metrics.jsonl"
+    while not metrics.exists() or not metrics.stat().st_size:
+        assert time.monotonic() < deadline, f"{folder} did not start"
+        time.sleep(0.1)

@@ -1,0 +1,330 @@
+"""Execution: exactly the sum on every grid, in the order that was proved, with the bytes priced.
+
+Values are small integers where order must not matter: any order sums them exactly, in any dtype.
+"""
+
+import math
+import subprocess
+import sys
+import threading
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import groupby, product
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from megabatch import plans
+from megabatch.execute import Pipeline, execute, pipeline_of, program
+from megabatch.lanes import Pending
+from megabatch.plans import HIERARCHICAL, PLANS, RING, THREE_PHASE, TORUS, Move, Phase, through
+from megabatch.plans.phase import Axis, Op
+from megabatch.segment import Scratch, Segment
+from megabatch.sync import tree_all_reduce
+
+VIAS = ["backend", "ring", "halving_doubling"]
+EVERY_PLAN = [THREE_PHASE, *(through(plan, via) for plan in PLANS.values() for via in VIAS)]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+WIRES = [None, torch.float16, torch.bfloat16]
+SEGMENT_BYTES = 1 << 12  # small, so that short tensors too travel in many segments
+
+
+def grids(world):
+    return [(y, world // y) for y in range(1, world + 1) if world % y == 0]
+
+
+def values(rank, length, dtype):
+    """Integers whose sum over 16 ranks every dtype holds exactly."""
+    return ((torch.arange(length) * (rank + 3) + rank) % 11).to(dtype)
+
+
+# ---------------------------------------------------------------- exactly the sum
+
+
+@cache
+def small_segments(cluster):
+    return Pipeline(cluster, segment_bytes=SEGMENT_BYTES)
+
+
+def wrong_sums(cluster, cases):
+    """Those of the cases (grid, plan, length, dtype, wire) whose sum is not exact on this rank."""
+    wrong = []
+    for grid, plan, length, dtype, wire in cases:
+        tensor = values(cluster.rank, length, dtype)
+        pipeline = small_segments(replace(cluster, grid=grid))
+        pipeline.submit(plan, tensor, wire=wire).wait()
+        want = sum(values(rank, length, dtype) for rank in range(cluster.world))
+        if not torch.equal(tensor, want):
+            wrong.append((grid, plan, length, dtype, wire))
+    return wrong
+
+
+@pytest.mark.parametrize("world", range(1, 17))
+@settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_every_plan_on_every_grid_is_exactly_the_sum(world, data):
+    lengths = st.one_of(st.integers(1, 40), st.integers(1, 5000), st.sampled_from([997, 4096]))
+    cases = [
+        (
+            grid,
+            plan,
+            data.draw(lengths),
+            data.draw(st.sampled_from(DTYPES)),
+            data.draw(st.sampled_from(WIRES)),
+        )
+        for grid in grids(world)
+        for plan in EVERY_PLAN
+    ]
+    assert run_ranks(wrong_sums, world, cases) == [[]] * world
+
+
+@cache
+def accepted_plans():
+    """Every plan of up to four phases that is an all-reduce."""
+    phases = [Phase(op, axis) for op, axis in product(get_args(Op), get_args(Axis))]
+    accepted = []
+    for count in range(1, 5):
+        for plan in product(phases, repeat=count):
+            try:
+                plans.check(plan)
+            except ValueError:
+                continue
+            accepted.append(plan)
+    return accepted
+
+
+@pytest.mark.parametrize("grid", [(2, 3), (4, 2)])
+def test_prover_and_executor_agree_on_every_plan_of_up_to_four_phases(grid):
+    accepted = accepted_plans()
+    assert len(accepted) == 33
+    cases = [
+        (grid, through(plan, via), 1009, torch.float32, None)
+        for plan in accepted
+        for via in ("ring", "halving_doubling")
+        if plans.prove(through(plan, via), *grid)
+    ]
+    assert run_ranks(wrong_sums, math.prod(grid), cases) == [[]] * math.prod(grid)
+
+
+def refused(cluster, plan):
+    try:
+        execute(plan, torch.ones(3), cluster)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_broken_plan_is_refused_before_anything_is_sent():
+    assert (
+        run_ranks(refused, 2, TORUS[:2])
+        == ["reduce_scatter on x is never closed, so not every rank gets the sum"] * 2
+    )
+
+
+def in_place(cluster):
+    matrix = torch.full((6, 4), 1.0 + cluster.rank)
+    execute(TORUS, matrix.t(), cluster)  # not contiguous
+    empty = torch.empty(0)
+    execute(TORUS, empty, cluster)
+    return matrix.tolist(), len(empty)
+
+
+def test_the_sum_is_in_place_even_where_memory_is_not_in_order():
+    assert run_ranks(in_place, 2) == [([[3.0] * 4] * 6, 0)] * 2
+
+
+def many_at_once(cluster):
+    pipeline = Pipeline(replace(cluster, grid=(2, 2)), lanes=2, segment_bytes=64)
+    tensors = [torch.full((length,), 1.0 + cluster.rank) for length in (100, 1, 33, 7, 250)]
+    plan = through(TORUS, "ring")
+    sums = [pipeline.submit(plan, t, divide=2, bucket=i) for i, t in enumerate(tensors)]
+    for pending in sums:
+        pending.wait()
+    return [t.unique().tolist() for t in tensors]
+
+
+def test_many_tensors_may_be_on_their_way_at_once():
+    assert run_ranks(many_at_once, 4) == [[[5.0]] * 5] * 4
+
+
+# ---------------------------------------------------------------- the order of summation
+
+
+def tree_and_plans(cluster, cases):
+    """Whether each plan gives the bits of the deterministic tree on this rank."""
+    generator = torch.Generator().manual_seed(cluster.rank)
+    gradient = torch.randn(3001, generator=generator)
+    tree = tree_all_reduce(gradient[None], cluster.world, cluster)
+    same = []
+    for grid, plan in cases:
+        tensor = gradient.clone()
+        execute(plan, tensor, replace(cluster, grid=grid))
+        same.append(torch.equal(tensor, tree))
+    return same
+
+
+@pytest.mark.parametrize("world", [4, 8, 16])
+def test_plans_that_follow_the_tree_give_its_bits(world):
+    cases = [
+        (grid, through(plan, via))
+        for grid in grids(world)
+        for plan in PLANS.values()
+        for via in ("ring", "halving_doubling")
+    ]
+    follow = [plans.follows_tree(plan, *grid) for grid, plan in cases]
+    halving = [(grid, through(plan, "halving_doubling")) for grid, plan in cases]
+    assert all(plans.follows_tree(plan, *grid) for grid, plan in halving)
+    for bits in run_ranks(tree_and_plans, world, cases):
+        assert not all(bits)  # other orders do give other bits
+        assert all(told for told, tree in zip(bits, follow, strict=True) if tree)
+
+
+# ---------------------------------------------------------------- what is sent
+
+
+def counted(cluster, grid, plan, length):
+    """Messages and bytes that this rank really hands to the backend."""
+    sent = Counter()
+    lock, isend = threading.Lock(), dist.isend
+
+    def counting(tensor, *arguments, **options):
+        with lock:
+            sent["messages"] += 1
+            sent["bytes"] += tensor.nbytes
+        return isend(tensor, *arguments, **options)
+
+    dist.isend = counting
+    try:
+        execute(plan, torch.ones(length), replace(cluster, grid=grid))
+    finally:
+        dist.isend = isend
+    return sent["messages"], sent["bytes"]
+
+
+@pytest.mark.parametrize("grid", [(2, 4), (3, 5), (4, 4), (1, 7)])
+@pytest.mark.parametrize("via", ["ring", "halving_doubling"])
+def test_messages_and_bytes_sent_are_those_priced(grid, via):
+    for plan in PLANS.values():
+        plan = through(plan, via)
+        messages = plans.lower(plan, *grid)
+        length = math.lcm(*(message.slice.of for message in messages))
+        sent = run_ranks(counted, math.prod(grid), grid, plan, length)
+        senders = Counter(message.source for message in messages)
+        priced = plans.wire(plan, 4 * length, *grid).sent
+        assert sent == [(senders[rank], nbytes) for rank, nbytes in enumerate(priced)]
+
+
+# ---------------------------------------------------------------- half precision on the wire
+
+
+def all_reduced(plan, y, x, gradients, wire):
+    """Pass the messages of all ranks round in this process; every rank ends with the mean."""
+    sums = [step.sums for part in program(plan, y, x, 0) for step in part.steps]
+    segments = [Segment(gradient, wire, Scratch(gradient.device)) for gradient in gradients]
+    for step, messages in groupby(plans.lower(plan, y, x), lambda message: message.step):
+        on_the_way = []
+        for _, source, destination, part, op in messages:
+            out = segments[source].outgoing(Move(step, destination, part, "send", op), sums[step])
+            if out is not None:
+                on_the_way.append(
+                    (destination, Move(step, source, part, "receive", op), out.clone())
+                )
+        for destination, move, message in on_the_way:
+            segments[destination].receive(move, message, sums[step])
+    for segment in segments:
+        segment.finish(len(gradients))
+
+
+def test_half_messages_neither_overflow_nor_underflow_at_2048_ranks():
+    y, x = 32, 64
+    largest, smallest = 65504.0, 2.0**-14  # of fp16's normal numbers
+    extremes = torch.tensor([largest, -largest, smallest, -smallest, 1.0, 0.0] * 100)
+    gradients = [extremes.clone() for _ in range(y * x)]
+    all_reduced(through(TORUS, "halving_doubling"), y, x, gradients, torch.float16)
+    assert all(torch.equal(mean, extremes) for mean in gradients)
+
+
+def extremes(cluster, grid, plan, wire):
+    cluster = replace(cluster, grid=grid)
+    scale = 2.0**10  # a loss scale makes gradients as large as fp16 holds
+    gradient = torch.tensor([60.0, -60.0, 7e-8, 1.0]) * scale
+    if cluster.rank == 1:
+        gradient[3] = torch.inf  # this rank's backward overflowed
+    pipeline_of(cluster).submit(plan, gradient, wire=wire, divide=cluster.world).wait()
+    return (gradient / scale).tolist()
+
+
+@pytest.mark.parametrize("via", VIAS)
+@pytest.mark.parametrize("plan", [RING, HIERARCHICAL, TORUS], ids=["ring", "hierarchical", "torus"])
+def test_scaled_gradients_survive_a_half_wire_and_an_overflow_is_seen_by_all(plan, via):
+    for mean in run_ranks(extremes, 12, (3, 4), through(plan, via), torch.float16):
+        # The backend adds in fp16 and has its growth taken off by halves: 60 000 is then too much.
+        if via != "backend":
+            assert mean[:2] == pytest.approx([60.0, -60.0], rel=2e-3)
+        assert mean[2] == pytest.approx(7e-8, rel=2e-2)
+        assert not math.isfinite(mean[3])
+
+
+def rounded(cluster, plan):
+    gradient = torch.randn(999, generator=torch.Generator().manual_seed(cluster.rank))
+    execute(plan, gradient, replace(cluster, grid=(2, 3)), torch.bfloat16)
+    return gradient
+
+
+@pytest.mark.parametrize("via", VIAS)
+def test_all_ranks_hold_the_same_bits_after_a_half_wire(via):
+    for plan in PLANS.values():
+        sums = run_ranks(rounded, 6, through(plan, via))
+        exact = sum(
+            torch.randn(999, generator=torch.Generator().manual_seed(rank)) for rank in range(6)
+        )
+        assert all(torch.equal(sums[0], other) for other in sums)
+        assert (sums[0] - exact).norm() / exact.norm() < 1e-2
+
+
+# ---------------------------------------------------------------- thousands of ranks, and one
+
+
+def test_a_rank_of_3456_has_its_program_in_a_few_seconds():
+    script = """if True:
+        import time, torch, torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from megabatch.cluster import Cluster
+        from megabatch.execute import Pipeline, program
+        from megabatch.plans import PLANS, TORUS, through
+        began = time.process_time()
+        dist.init_process_group("fake", store=FakeStore(), rank=1234, world_size=3456)
+        cluster = Cluster(1234, 3456, 2, 4, torch.device("cpu"), (48, 72))
+        pipeline = Pipeline(cluster)
+        for plan in PLANS.values():
+            program(plan, 48, 72, 1234)
+            pipeline.submit(plan, torch.ones(100)).wait()
+        parts = program(through(TORUS, "ring"), 48, 72, 1234)
+        print([len(part.steps) for part in parts], time.process_time() - began)
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    steps, seconds = done.stdout.rsplit(" ", 1)
+    assert steps == "[71, 94, 71]"
+    assert float(seconds) < 5
+
+
+def test_a_pending_sum_ends_once_and_says_how():
+    pending, heard = Pending(2), []
+    pending.then(heard.append)
+    pending.one_done()
+    assert heard == []
+    fault = ConnectionError("peer is gone")
+    pending.end(fault)
+    pending.one_done()
+    pending.then(heard.append)
+    assert heard == [fault, fault]
+    with pytest.raises(ConnectionError, match="peer is gone"):
+        pending.wait()

@@ -1,0 +1,137 @@
+"""Faults: a rank that dies, stops, hangs or disagrees ends the others, who say whose fault it is.
+
+Times are short here; the pulse beats eight times in SILENT seconds.
+"""
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.cluster import Cluster
+from megabatch.gradsync import GradSync
+from megabatch.heartbeat import Disagreement, Place, compare
+from megabatch.segment import Segment
+
+SILENT, LATE, WORLD, STEPS = 1.6, 6.0, 3, 4
+
+
+def bad_luck(segment, divide):
+    raise OSError("bad luck")
+
+
+def worker(rank, store, pipe, fault):
+    """Train by DDP; in step 3 rank 1 meets its fault, and the others tell what they are told."""
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(WORLD),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(WORLD),
+        MEGABATCH_STORE=store,
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    cluster = Cluster.from_env(device="cpu")
+    net = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50), nn.Linear(50, 6000))
+    model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+    # DDP agrees on buckets, but nothing agrees on what users write.
+    wire = "fp16" if fault == "wire" and rank == 1 else "fp32"
+    sync = GradSync(cluster, "torus", wire, silent_seconds=SILENT, late_seconds=LATE)
+    sync.attach(model)
+    try:
+        for step in range(STEPS):
+            time.sleep(SILENT / 4)  # slower than the pulse, so that the last step is known
+            if rank == 1 and step == 2:
+                if fault == "sleep":
+                    time.sleep(60)
+                elif fault == "error":
+                    Segment.finish = bad_luck  # in a lane, as a full disk or a broken driver would
+                elif fault.startswith("SIG"):
+                    os.kill(os.getpid(), getattr(signal, fault))
+            model(torch.ones(2, 50)).sum().backward()
+        pipe.send("finished")
+    except Exception as error:
+        pipe.send(str(error))
+
+
+def told(tmp_path, fault):
+    """What the ranks that are left say before they end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "megabatch.gradsync"])
+    store = str(tmp_path / "store")
+    processes, pipes = [], []
+    for rank in range(WORLD):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=worker, args=(rank, store, theirs, fault))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    try:
+        said = {}
+        for rank in (0, 2):
+            assert pipes[rank].poll(60), f"rank {rank} hangs"
+            said[rank] = pipes[rank].recv()
+            processes[rank].join(30)
+            assert not processes[rank].is_alive(), f"rank {rank} spoke but does not end"
+        return said
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+def test_the_others_name_a_rank_that_dies_or_stops(tmp_path, fault):
+    said = told(tmp_path, fault)
+    for rank, message in said.items():
+        assert "rank 1 has been silent for 1.6 s (dead or stopped), last at step 2, " in message
+        # Where the one who tells it was: waiting in the step after.
+        assert re.search(rf"rank {rank} was at step 3, bucket \d, \w+ on [xy]", message), message
+
+
+def test_the_others_name_a_rank_that_lives_but_does_not_come(tmp_path):
+    said = told(tmp_path, "sleep")
+    for message in said.values():
+        assert "rank 1 lives but let the others wait for 6 s, last at step 2, bucket " in message
+
+
+def test_a_rank_that_disagrees_on_what_is_sent_ends_all(tmp_path):
+    said = told(tmp_path, "wire")
+    for message in said.values():
+        words = "says bucket 0 has 311100 x torch.float32, on the wire torch"
+        assert re.search(rf"rank 1 {words}.float16, .* but rank 0 {words}.float32, ", message)
+
+
+def test_an_error_that_no_silent_rank_explains_is_told_too(tmp_path):
+    for message in told(tmp_path, "error").values():
+        assert "rank 1 met an error though all ranks live: bad luck" in message
+
+
+def compared(cluster):
+    compare(cluster, "same", "bucket 0 has 8 floats")
+    try:
+        compare(cluster, "other", f"bucket 0 has {8 + cluster.rank} floats")
+    except Disagreement as error:
+        return str(error)
+
+
+def test_ranks_that_disagree_are_told_who_says_what():
+    assert run_ranks(compared, 2) == [
+        None,
+        "rank 1 says bucket 0 has 9 floats, but rank 0 says bucket 0 has 8 floats",
+    ]
+
+
+def test_places_compare_by_how_far_a_run_is():
+    later = Place(2, 1, 4, "all_reduce on y")
+    assert Place(1, 3, 90, "all_gather on x") < Place(2, 0, 5, "computing") < later
+    assert Place(2, 1, 3, "reduce_scatter on x") < later
+    assert str(later) == "step 2, bucket 1, all_reduce on y"

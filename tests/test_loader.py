@@ -1,0 +1,286 @@
+"""The loader: every image once an epoch, one order for any number of workers, from any position."""
+
+import threading
+from dataclasses import replace
+
+import pictures
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from megabatch.batch import Stage, Step, steps
+from megabatch.cluster import Cluster
+from megabatch.config import Config, Data, UserError
+from megabatch.data.encode import Encoding
+from megabatch.data.loader import Loader, validation
+from megabatch.data.origins import open_origin
+from megabatch.data.packfile import Pack
+from megabatch.data.packing import pack
+from megabatch.data.source import Memory, open_sources
+from megabatch.data.stage import staged
+
+PHOTOS = Data(size=12, channels=3, crop_area=(0.2, 1.0), flip=True, threads=2)
+CONFIG = Config(batch=8, micro=4, span=4, epochs=5, data=PHOTOS)
+
+
+def worker(rank=0, world=1):
+    return Cluster(rank, world, rank, world, torch.device("cpu"), (1, world))
+
+
+class Numbered(Memory):
+    """Image n is the number n in one pixel."""
+
+    def __init__(self, images):
+        numbers = torch.arange(images, dtype=torch.float32)
+        super().__init__(numbers.view(-1, 1, 1, 1), torch.arange(images), classes=10)
+
+
+def stream(source, config, world, at=(0, 0)):
+    """Of each step on: step -> [(position, label), ...] over all workers."""
+    loaders = [Loader(source, config, worker(rank, world), torch.float32) for rank in range(world)]
+    found = {}
+    for step in steps(config.all_stages, len(source), config.epochs, *at):
+        rows = []
+        for loader in loaders:
+            for micro in loader.share(step):
+                assert micro.first == int(micro.positions[0])
+                rows += zip(micro.positions.tolist(), micro.labels.tolist(), strict=True)
+        found[step.index] = (step, sorted(rows))
+    for loader in loaders:
+        loader.close()
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    images=st.integers(5, 60),
+    micro=st.integers(1, 6),
+    batches=st.tuples(st.integers(1, 4), st.integers(1, 7), st.integers(1, 3)),
+    world=st.integers(1, 5),
+    seed=st.integers(0, 2**33),
+)
+def test_every_image_once_an_epoch_whatever_the_batches_and_workers(
+    images, micro, batches, world, seed
+):
+    stages = (Stage(1.0, batches[1] * micro), Stage(2.2, batches[2] * micro))
+    config = replace(
+        CONFIG, batch=batches[0] * micro, micro=micro, span=1, epochs=4, stages=stages, seed=seed
+    )
+    source = Numbered(images)
+    rows = [row for _, some in stream(source, config, world).values() for row in some]
+    positions = [position for position, _ in rows]
+    assert positions == list(range(len(rows)))
+    labels = [label for _, label in rows]
+    for epoch in range(4):
+        part = labels[epoch * images : (epoch + 1) * images]
+        assert sorted(part) == list(range(images))
+    assert rows == [row for _, some in stream(source, config, 1).values() for row in some]
+
+
+@settings(max_examples=10, deadline=None)
+@given(images=st.integers(7, 40), world=st.integers(1, 4), seed=st.integers(0, 99))
+def test_a_run_can_go_on_from_every_position(images, world, seed):
+    config = replace(CONFIG, epochs=2, stages=(Stage(0.7, 12),), seed=seed)
+    source = Numbered(images)
+    whole = stream(source, config, 1)
+    for index, (step, _) in whole.items():
+        again = stream(source, config, world, (index, step.seen))
+        assert again == {k: v for k, v in whole.items() if k >= index}
+
+
+def test_epochs_differ_in_order():
+    rows = [row for _, some in stream(Numbered(50), CONFIG, 1).values() for row in some]
+    labels = [label for _, label in rows]
+    assert labels[:50] != labels[50:100] != labels[100:150]
+
+
+def test_a_batch_that_nobody_foresaw_is_read_all_the_same():
+    """As when the batch follows the noise."""
+    source = Numbered(40)
+    loader = Loader(source, CONFIG, worker(), torch.float32)
+    seen, rows = 0, []
+    for index, batch in enumerate((8, 16, 4, 12, 8)):
+        for micro in loader.share(Step(index, seen, batch, 0.0, 0)):
+            rows += micro.positions.tolist()
+        seen += batch
+    loader.close()
+    assert rows == list(range(48))
+
+
+# --- packs
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    """The same images as a folder, a JPEG pack and a raw one."""
+    where = tmp_path_factory.mktemp("packs")
+    root = pictures.folder(where / "set", each=9, val=3, size=(30, 40))
+    pack(open_origin(root), "set", where / "jpeg.arrow", Encoding())
+    pack(open_origin(root), "set", where / "raw.arrow", Encoding("raw", 20))
+    return where
+
+
+def read(path, world=1, at=(0, 0), **data):
+    config = replace(CONFIG, epochs=2, data=replace(PHOTOS, path=str(path), **data))
+    train, _ = open_sources(config)
+    loaders = [Loader(train, config, worker(rank, world), torch.float32) for rank in range(world)]
+    found = []
+    for step in steps(config.all_stages, len(train), config.epochs, *at):
+        for loader in loaders:
+            found += [(micro.first, micro.images, micro.labels) for micro in loader.share(step)]
+    for loader in loaders:
+        loader.close()
+    found.sort(key=lambda row: row[0])
+    return torch.cat([images for _, images, _ in found]), torch.cat([row[2] for row in found])
+
+
+def test_the_numbers_do_not_depend_on_workers_threads_or_store(packs):
+    images, labels = read(packs / "jpeg.arrow")
+    assert images.shape[1:] == (3, 12, 12) and len(images) == 56
+    for other in (
+        read(packs / "jpeg.arrow", world=3),
+        read(packs / "jpeg.arrow", threads=5),
+        read(packs / "set"),
+    ):
+        assert torch.equal(images, other[0]) and torch.equal(labels, other[1])
+    later = read(packs / "jpeg.arrow", world=2, at=(3, 24))
+    assert torch.equal(images[24:], later[0]) and torch.equal(labels[24:], later[1])
+
+
+def test_colour_augmentation_too_is_the_same_for_any_number_of_workers(packs):
+    settings_ = {"jitter": (0.4, 0.4, 0.4), "lighting": 0.1}
+    one, three = (read(packs / "jpeg.arrow", world=world, **settings_)[0] for world in (1, 3))
+    assert torch.equal(one, three)
+    assert not torch.equal(one, read(packs / "jpeg.arrow")[0])
+
+
+def test_resident_images_are_the_same_but_for_rounding(packs):
+    images, labels = read(packs / "raw.arrow")
+    found, found_labels = read(packs / "raw.arrow", resident="always")
+    assert torch.equal(labels, found_labels)
+    steps_ = (images - found).abs() * torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1) * 255
+    assert steps_.max() < 1.5  # one step of 256 at the most
+
+
+def test_what_cannot_be_resident_says_why(packs, tmp_path):
+    with pytest.raises(UserError, match=r"data\.decode is gpu, but this worker has none"):
+        read(packs / "jpeg.arrow", decode="gpu")
+    with pytest.raises(UserError, match=r"data\.resident is for packs"):
+        read(packs / "set", resident="always")
+    root = pictures.folder(tmp_path / "set", each=2, val=1)
+    (root / "train/ant/other.JPEG").write_bytes(pictures.encoded(1, 20, 20))
+    pack(open_origin(root), "set", tmp_path / "a.arrow", Encoding())
+    with pytest.raises(UserError, match="no pack of one size"):
+        read(tmp_path / "a.arrow", resident="always")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_validation_counts_every_image_once(packs, world):
+    config = replace(CONFIG, data=replace(PHOTOS, path=str(packs / "jpeg.arrow")))
+    _, val = open_sources(config)
+    expected = val.read(torch.arange(9), None)[1]
+    parts = [list(validation(val, config, worker(r, world), torch.float32)) for r in range(world)]
+    labels = torch.cat([labels for part in parts for _, labels in part])
+    assert torch.equal(labels, expected)
+
+
+def test_a_bad_image_ends_the_run_with_its_name(packs, tmp_path):
+    data = bytearray((packs / "jpeg.arrow").read_bytes())
+    whole = Pack(packs / "jpeg.arrow")
+    at = data.find(bytes(whole.record(4))) + 50
+    data[at] ^= 1
+    (tmp_path / "a.arrow").write_bytes(data)
+    with pytest.raises(UserError, match=r"image 4 \(train/ant/4\.JPEG\) .* checksum"):
+        read(tmp_path / "a.arrow")
+    assert not [t for t in threading.enumerate() if t.name.startswith("reader") and t.daemon]
+
+
+def test_waiting_is_measured_and_reads_further_ahead():
+    import time
+
+    class Slow(Numbered):
+        instant = False
+
+        def read(self, indices, draws):
+            time.sleep(0.02)
+            return super().read(indices, draws)
+
+    source = Slow(400)
+    config = replace(CONFIG, data=replace(PHOTOS, threads=1))
+    loader = Loader(source, config, worker(), torch.float32)
+    for step in list(steps(config.all_stages, 400, 1))[:5]:
+        for _ in loader.share(step):
+            pass
+    loader.close()
+    assert loader.waited_seconds > 0.15 and loader.busy_seconds > 0.19
+    assert loader._ahead > 2
+
+
+# --- staging
+
+
+def test_a_pack_is_staged_once_and_again_when_it_changed(packs, tmp_path):
+    local = tmp_path / "local"
+    copy = staged(packs / "raw.arrow", local)
+    assert copy.read_bytes() == (packs / "raw.arrow").read_bytes()
+    before = copy.stat().st_mtime_ns
+    assert staged(packs / "raw.arrow", local).stat().st_mtime_ns == before
+    copy.write_bytes(b"half a pack")
+    assert (
+        Pack(staged(packs / "raw.arrow", local)).fingerprint
+        == Pack(packs / "raw.arrow").fingerprint
+    )
+    one, _ = read(packs / "raw.arrow")
+    two, _ = read(packs / "raw.arrow", stage=str(local))
+    assert torch.equal(one, two)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UserError, match="cannot be staged"):
+        staged(packs / "raw.arrow", tmp_path / "file")
+
+
+# --- shared out
+
+
+def shared_out(cluster, path, at, batches):
+    """What a worker reads of a pack that is shared out, how many images it holds and receives."""
+    stages = tuple(Stage(epoch, batch) for epoch, batch in batches)
+    data = replace(PHOTOS, path=str(path), shared="always")
+    config = replace(CONFIG, epochs=3, stages=stages, data=data)
+    train, _ = open_sources(config)
+    loader = Loader(train, config, cluster, torch.float32)
+    records = loader._source.records
+    asked = []
+    records._records.record = asked.append  # nothing may come from the file any more
+    found = []
+    for step in steps(config.all_stages, len(train), config.epochs, *at):
+        found += [(micro.first, micro.images, micro.labels) for micro in loader.share(step)]
+    loader.close()
+    return found, len(records._own), asked
+
+
+@pytest.mark.parametrize("at", [(0, 0), (4, 32)])
+def test_a_pack_shared_out_is_the_same_pack(packs, at):
+    batches = ((1.3, 16),)
+    results = run_ranks(shared_out, 3, packs / "jpeg.arrow", at, batches)
+    assert [own for _, own, _ in results] == [9, 9, 9]
+    assert [asked for *_, asked in results] == [[], [], []]
+    rows = sorted((row for found, *_ in results for row in found), key=lambda row: row[0])
+    config = replace(
+        CONFIG,
+        epochs=3,
+        stages=(Stage(1.3, 16),),
+        data=replace(PHOTOS, path=str(packs / "jpeg.arrow")),
+    )
+    train, _ = open_sources(config)
+    loader = Loader(train, config, worker(), torch.float32)
+    expected = [
+        micro
+        for step in steps(config.all_stages, len(train), config.epochs, *at)
+        for micro in loader.share(step)
+    ]
+    loader.close()
+    assert [first for first, *_ in rows] == [micro.first for micro in expected]
+    for (_, images, labels), micro in zip(rows, expected, strict=True):
+        assert torch.equal(images, micro.images) and torch.equal(labels, micro.labels)

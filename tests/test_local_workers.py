@@ -1,0 +1,233 @@
+"""Workers of this machine: started at once, heard, and ended with one clear word whatever happens
+to one of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megabatch.cluster import Cluster, WorkerFailed, run_local
+from megabatch.config import UserError
+
+PATIENCE_SECONDS = 120  # for what takes one or two on a quiet machine
+
+
+def test_the_result_is_the_first_workers_and_all_of_them_ran(tmp_path):
+    found = run_local(3, note_and_sum, tmp_path)
+    assert found == (0, 3, [0, 1, 2], (1, 3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+
+
+def note_and_sum(folder):
+    cluster = Cluster.from_env(device="cpu")
+    note_pid(folder)
+    ranks = [torch.empty(1, dtype=torch.int64) for _ in range(cluster.world)]
+    dist.all_gather(ranks, torch.tensor([cluster.rank]))
+    cluster.leave()
+    return cluster.rank, cluster.world, [int(rank) for rank in ranks], cluster.grid
+
+
+def note_pid(folder):
+    (folder / os.environ["RANK"]).write_text(f"{os.getpid()}")
+
+
+def test_workers_begin_in_the_callers_folder(tmp_path, monkeypatch):
+    run_local(1, os.getcwd)  # the server that forks them is there already
+    monkeypatch.chdir(tmp_path)
+    assert run_local(2, os.getcwd) == str(tmp_path)
+
+
+def test_all_agree_on_what_the_first_worker_decides():
+    assert run_local(3, agreement, "") == ["0", "0", "0"]
+    with pytest.raises(UserError, match=r"^the first says no$"):
+        run_local(3, agreement, "the first says no")
+
+
+def agreement(refusal):
+    cluster = Cluster.from_env(device="cpu")
+
+    def decide():
+        if refusal:
+            raise UserError(refusal)
+        return f"{cluster.rank}"
+
+    said = [None] * cluster.world
+    dist.all_gather_object(said, cluster.agree(decide))
+    cluster.leave()
+    return said
+
+
+FAILURES = {
+    "raises": (WorkerFailed, r"^worker 2 of 4 failed:\nTraceback[\s\S]*LookupError: the cause\n$"),
+    "mistaken": (UserError, "^the mistake$"),
+    "killed": (WorkerFailed, "^worker 2 of 4 ended by SIGKILL$"),
+    "terminated": (WorkerFailed, "^worker 2 of 4 ended by SIGTERM$"),
+    "exits": (WorkerFailed, "^worker 2 of 4 ended with status 7$"),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_the_worker_that_failed_is_named_and_the_others_end(how, tmp_path):
+    """The others wait for it in an all-reduce, or fail of it a moment later: they are not news."""
+    error, words = FAILURES[how]
+    with pytest.raises(error, match=words):
+        run_local(4, fail, how, tmp_path)
+    assert gone(pids(tmp_path, 4))
+
+
+def fail(how, folder):
+    cluster = Cluster.from_env(device="cpu")
+    note_pid(folder)
+    cluster.barrier()
+    try:
+        if cluster.rank != 2:
+            while True:
+                dist.all_reduce(torch.ones(1000))
+        if how == "raises":
+            raise LookupError("the cause")
+        if how == "mistaken":
+            raise UserError("the mistake")
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "terminated":
+            os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(7)
+    finally:
+        cluster.leave()
+
+
+def test_a_result_that_cannot_be_sent_is_a_failure():
+    with pytest.raises(WorkerFailed, match=r"^worker 0 of 2 failed:\n[\s\S]*pickle"):
+        run_local(2, nameless)
+
+
+def nameless():
+    return (lambda: None) if os.environ["RANK"] == "0" else None
+
+
+def pids(folder, count):
+    """The processes that noted themselves, once all have."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        noted = [path.read_text() for path in folder.iterdir() if path.name.isdigit()]
+        if len(noted) == count and all(noted):
+            return [int(pid) for pid in noted]
+        time.sleep(0.05)
+    raise AssertionError(f"{count} workers did not start")
+
+
+def gone(processes, patience=0.0):
+    deadline = time.monotonic() + patience
+    while left := [pid for pid in processes if running(pid)]:
+        if time.monotonic() > deadline:
+            return not left
+        time.sleep(0.05)
+    return True
+
+
+def running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # one whose parent was killed may wait for someone to take note
+
+
+# A process of its own, so that it can be killed: this file is its module.
+def launcher(call, **options):
+    code = f"import test_local_workers as tests; from megabatch.cluster import run_local; {call}"
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, text=True, **options
+    )
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    with launcher(f"run_local(3, tests.sleep, {str(tmp_path)!r})") as parent:
+        workers = pids(tmp_path, 3)
+        family = [*workers, *children(parent.pid)]
+        parent.kill()
+    assert gone(family, PATIENCE_SECONDS)
+
+
+def sleep(folder):
+    note_pid(Path(folder))
+    time.sleep(10 * PATIENCE_SECONDS)
+
+
+def children(parent):
+    """The server that workers are forked from is one."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(stat.parent.name))
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on_to_every_worker(number, tmp_path):
+    """Each worker answers with the signal it got; the launcher itself goes on to collect them."""
+    call = f"print(run_local(2, tests.await_signal, {str(tmp_path)!r}))"
+    with launcher(call, stdout=subprocess.PIPE) as parent:
+        pids(tmp_path, 2)
+        parent.send_signal(number)
+        said, _ = parent.communicate(timeout=PATIENCE_SECONDS)
+    assert parent.returncode == 0
+    assert said == f"{[number.value, number.value]}\n"
+
+
+def await_signal(folder):
+    got = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: got.append(number))
+    note_pid(Path(folder))
+    while not got:
+        time.sleep(0.01)
+    cluster = Cluster.from_env(device="cpu")
+    said = [None] * cluster.world
+    dist.all_gather_object(said, got[0])
+    cluster.leave()
+    return said
+
+
+def test_what_workers_print_is_not_lost():
+    with launcher("run_local(4, print, 'a line')", stdout=subprocess.PIPE) as parent:
+        said, _ = parent.communicate(timeout=PATIENCE_SECONDS)
+    assert said == "a line\n" * 4
+
+
+def test_four_workers_start_and_meet_sooner_than_one_interpreter_imports_torch():
+    run_local(1, os.getpid)  # starts the server
+    imports = "import torch, torch._dynamo, torch.distributed, megabatch.training"
+
+    def seconds(call):
+        began = time.monotonic()
+        call()
+        return time.monotonic() - began
+
+    # In turn, and the best of each: what else this machine does falls on both.
+    ours, theirs = zip(
+        *[
+            (
+                seconds(lambda: run_local(4, meet)),
+                seconds(lambda: subprocess.run([sys.executable, "-c", imports], check=True)),
+            )
+            for _ in range(2)
+        ],
+        strict=True,
+    )
+    assert min(ours) < min(theirs)
+
+
+def meet():
+    cluster = Cluster.from_env(device="cpu")
+    cluster.barrier()
+    cluster.leave()

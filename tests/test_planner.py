@@ -1,0 +1,564 @@
+"""The planner against what it stands on: messages, real models, worked sums, published results."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megabatch import models, plans
+from megabatch.batch import Stage, count_steps
+from megabatch.bench.step import describe
+from megabatch.config import UserError
+from megabatch.planner import forecast, load, machine, published, smallest, workload
+from megabatch.planner.bundled import MACHINES
+from megabatch.planner.machine import Machine, Network, Node, Rate, Spine
+from megabatch.planner.price import Line, Price, legs, price
+from megabatch.planner.run import PLANNED, Job, Setting, epochs_to_target, stretches
+from megabatch.planner.search import candidates, compare
+from megabatch.planner.step import (
+    Bucket,
+    buckets,
+    expected_maximum,
+    pass_seconds,
+    send,
+    step,
+)
+from megabatch.plans import HIERARCHICAL, RING, TORUS, through
+
+DOCS = Path(__file__).parents[1] / "docs" / "planner.md"
+HALF, FULL = 51_114_064, 102_228_128  # ResNet-50's gradients in fp16 and fp32
+
+
+# --- workload: the formulas are the real models
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_a_bundled_model_is_the_real_one_layer_by_layer(name):
+    size, channels, classes = {"small": (8, 1, 10), "small20": (32, 3, 10)}.get(
+        name, (227 if name.startswith("alexnet") else 224, 3, 1000)
+    )
+    with torch.device("meta"):
+        net = models.build(name, classes, channels)
+        images = torch.empty(1, channels, size, size)
+    assert workload.bundled(name, size, channels, classes) == describe(net, images, name)
+    order = [p.numel() for p in reversed(list(net.parameters()))]
+    assert [n for n, _ in workload.bundled(name, size, channels, classes).gradients()] == order
+
+
+def test_sizes_that_are_published():
+    assert workload.bundled("resnet50").parameters == 25_557_032
+    assert workload.bundled("alexnet", 227).parameters == 60_965_224
+    assert 330e6 < workload.bert_large().parameters < 340e6
+
+
+def test_backward_is_over_with_the_last_gradient():
+    ready = [share for _, share in workload.bundled("resnet50").gradients()]
+    assert ready == sorted(ready)
+    assert ready[-1] == 1.0
+
+
+def test_a_workload_survives_its_json():
+    own = workload.bundled("small", 8, 1, 10)
+    assert workload.from_json(own.to_json()) == own
+
+
+# --- price: the formulas are the messages
+
+UNIFORM = Machine("uniform", 1, None, Network(3e-6, 2e9))
+NODES_OF_4 = Machine("nodes", 4, Node(1e-6, 7e9), Network(5e-6, 1e9, nics=2))
+RACKS_OF_2 = replace(NODES_OF_4, spine=Spine(9e-6, nodes_per_rack=2, oversubscription=4.0))
+GRIDS = [(1, 2), (1, 7), (2, 2), (3, 5), (4, 4), (2, 8), (8, 2), (5, 3), (6, 1)]
+ALIGNED = [(1, 16), (2, 4), (4, 2), (4, 4), (2, 8), (8, 2), (8, 4), (4, 8), (16, 2), (2, 16)]
+
+
+def run_messages(messages, nbytes, latency, bandwidth, world):
+    """When the last message arrives: a rank sends when it has received all of earlier steps."""
+    got = [[0.0] for _ in range(world)]  # by rank: arrivals, by step
+    free = [0.0] * world
+    waiting = dict.fromkeys(range(world), 0.0)
+    arrivals = []
+    for message in sorted(messages, key=lambda m: m.step):
+        for other in [a for a in arrivals if a[0] < message.step]:
+            waiting[other[1]] = max(waiting[other[1]], other[2])
+            arrivals.remove(other)
+        start = max(free[message.source], waiting[message.source])
+        seconds = float(message.slice.share) * nbytes / bandwidth
+        free[message.source] = start + seconds
+        arrivals.append((message.step, message.destination, start + seconds + latency))
+        got[message.destination].append(arrivals[-1][2])
+    return max(max(times) for times in got)
+
+
+@pytest.mark.parametrize("name", [n for n in PLANNED if "halving" not in n and n != "three_phase"])
+def test_a_price_is_the_time_of_the_messages_run_one_by_one(name):
+    for (y, x), nbytes in product(GRIDS, (0, 1_000_000)):
+        taken = run_messages(plans.lower(PLANNED[name], y, x), nbytes, 3e-6, 2e9, y * x)
+        assert price(PLANNED[name], y, x, UNIFORM).seconds(nbytes) == pytest.approx(taken, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["halving_doubling", "three_phase", "torus_halving_doubling"])
+def test_so_is_that_of_halving_and_doubling_on_powers_of_two(name):
+    for (y, x), nbytes in product([(1, 2), (2, 2), (1, 8), (4, 2), (4, 4)], (0, 1_000_000)):
+        taken = run_messages(plans.lower(PLANNED[name], y, x), nbytes, 3e-6, 2e9, y * x)
+        assert price(PLANNED[name], y, x, UNIFORM).seconds(nbytes) == pytest.approx(taken, rel=1e-9)
+
+
+def shared_links(stage, place):
+    """Seconds a byte of a phase: in each step the busiest of all links that its messages cross."""
+    node, rack = place.workers_per_node, place.workers_per_rack
+    total = 0.0
+    messages = stage.messages()
+    for number in range(1 + max((m.step for m in messages), default=-1)):
+        load = {}
+        for m in (m for m in messages if m.step == number):
+            share = float(m.slice.share)
+            nics = place.network.nics * place.network.bytes_per_second
+            if m.source // node == m.destination // node:
+                links = {("worker", m.source): place.node.bytes_per_second}
+            else:
+                links = {("nics", m.source // node): nics}
+            if rack and m.source // rack != m.destination // rack:
+                uplinks = nics * place.spine.nodes_per_rack / place.spine.oversubscription
+                links["uplinks", m.source // rack] = uplinks
+            for link, bandwidth in links.items():
+                load[link] = load.get(link, 0.0) + share / bandwidth
+        total += max(load.values())
+    return total
+
+
+@pytest.mark.parametrize("place", [NODES_OF_4, RACKS_OF_2], ids=["nodes", "racks"])
+@pytest.mark.parametrize("name", PLANNED)
+def test_bytes_are_priced_on_the_links_that_the_messages_cross(name, place):
+    for y, x in ALIGNED:
+        stages = [s for s in plans.stages(PLANNED[name], y, x) if len(s.groups[0].members) > 1]
+        for stage, leg in zip(stages, legs(PLANNED[name], y, x, place), strict=True):
+            exact = shared_links(stage, place)
+            assert leg.phase == stage.phase
+            if stage.phase.op in ("reduce", "broadcast"):
+                # the ends of a chain or a tree leave slow links idle, which the price does not see
+                assert 0.999 * exact <= leg.seconds_per_byte <= 1.6 * exact, (y, x)
+            else:
+                assert leg.seconds_per_byte == pytest.approx(exact), (y, x, str(leg.phase))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    name=st.sampled_from(list(PLANNED)),
+    y=st.integers(1, 9),
+    x=st.integers(1, 9),
+)
+def test_grids_that_lie_across_the_nodes_are_never_priced_too_low(name, y, x):
+    if y * x % 4:
+        return
+    stages = [s for s in plans.stages(PLANNED[name], y, x) if len(s.groups[0].members) > 1]
+    for stage, leg in zip(stages, legs(PLANNED[name], y, x, RACKS_OF_2), strict=True):
+        exact = shared_links(stage, RACKS_OF_2)
+        slack = 2.5 if leg.phase.wiring == "ring" else 5  # swaps of odd lines are bounded only
+        assert 0.999 * exact <= leg.seconds_per_byte <= slack * exact, (y, x, str(leg.phase))
+
+
+def latency_of(source, destination):
+    if source // 8 != destination // 8:
+        return 9e-6
+    return 5e-6 if source // 4 != destination // 4 else 1e-6
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_latency_is_that_of_the_longest_way_through_the_messages(name):
+    for y, x in ALIGNED:
+        arrived = [0.0] * (y * x)
+        stages = plans.stages(PLANNED[name], y, x)
+        for stage in stages:
+            held = dict(enumerate(arrived))
+            messages = stage.messages()
+            for number in range(1 + max((m.step for m in messages), default=-1)):
+                sent = [
+                    (m.destination, held[m.source] + latency_of(m.source, m.destination))
+                    for m in messages
+                    if m.step == number
+                ]
+                for rank, when in sent:
+                    held[rank] = max(held[rank], when)
+            arrived = [held[rank] for rank in range(y * x)]
+        found = price(PLANNED[name], y, x, RACKS_OF_2).latency
+        # a price takes each phase at its worst, a way through all of them need not be
+        assert max(arrived) <= found * 1.0001
+        assert found <= 1.35 * max(arrived), (y, x, found, max(arrived))
+
+
+def test_the_worked_sums_of_the_cost_model():
+    def ms(plan, y, x, place, nbytes):
+        return 1e3 * price(plan, y, x, place).seconds(nbytes)
+
+    goyal = Machine("goyal", 1, None, Network(20e-6, 6.25e9))
+    halving = through(RING, "halving_doubling")
+    assert ms(RING, 1, 32, goyal, FULL) == pytest.approx(32.9, abs=0.05)
+    assert ms(halving, 1, 32, goyal, FULL) == pytest.approx(31.9, abs=0.05)
+    assert ms(RING, 1, 32, goyal, 1e6) == pytest.approx(1.55, abs=0.005)
+    assert ms(halving, 1, 32, goyal, 1e6) == pytest.approx(0.51, abs=0.005)
+    alone = Machine("abci, a worker a node", 1, None, Network(40.8e-6, 12.5e9))
+    assert ms(RING, 1, 1088, alone, HALF) == pytest.approx(96.9, abs=0.05)
+    nodes = Machine("abci", 4, Node(9e-6, 50e9), Network(40.8e-6, 12.5e9, nics=2))
+    assert ms(TORUS, 272, 4, nodes, HALF) == pytest.approx(27.8, abs=0.05)
+    # rows span nodes: each ring has one NIC of 12.5 GB/s, two columns share one
+    spanning = replace(nodes, node=Node(40.6e-6, 50e9))
+    spanning = replace(spanning, network=Network(40.8e-6, 12.5e9, 2, flow_bytes_per_second=12.5e9))
+    assert ms(TORUS, 34, 32, spanning, HALF) == pytest.approx(13.6, abs=0.05)
+    h100 = Machine("h100", 8, Node(3.4e-6, 370e9), Network(14e-6, 47e9, nics=8))
+    for y, known in ((8, 0.72), (32, 1.42), (448, 13.1)):
+        assert ms(TORUS, y, 8, h100, HALF) == pytest.approx(known, abs=0.05)
+
+
+def test_rings_that_share_a_nic_share_its_bandwidth():
+    one, many = (replace(NODES_OF_4, network=Network(5e-6, 1e9, nics=nics)) for nics in (1, 4))
+    shared = price(TORUS, 8, 4, one).seconds_per_byte - price(TORUS, 8, 4, many).seconds_per_byte
+    assert shared == pytest.approx(2 * 7 / 8 * (1 / 1e9 - 1 / 4e9))
+    # masters alone send no more out of a node than four columns do, all through one NIC
+    column = next(leg for leg in legs(HIERARCHICAL, 8, 4, one) if leg.phase.axis == "y")
+    assert column.seconds_per_byte == pytest.approx(2 * 7 / 8 / 1e9)
+
+
+def test_a_slow_flow_slows_one_ring_and_not_four():
+    slow = replace(NODES_OF_4, network=Network(5e-6, 1e9, flow_bytes_per_second=0.25e9))
+    free = replace(NODES_OF_4, network=Network(5e-6, 1e9))
+    assert price(TORUS, 8, 4, slow) == price(TORUS, 8, 4, free)
+    ratio = price(RING, 8, 4, slow).seconds_per_byte / price(RING, 8, 4, free).seconds_per_byte
+    assert ratio == pytest.approx(4)
+
+
+def test_two_that_send_to_each_other_may_be_slower_than_a_ring():
+    half = replace(UNIFORM, network=replace(UNIFORM.network, duplex=0.5))
+    swaps = PLANNED["halving_doubling"]
+    for plan, members, slower in ((RING, 4, 1), (RING, 2, 2), (swaps, 4, 2), (swaps, 2, 2)):
+        before, after = (price(plan, 1, members, place) for place in (UNIFORM, half))
+        assert after.seconds_per_byte == pytest.approx(slower * before.seconds_per_byte)
+
+
+def test_blocks_of_ranks_count_what_leaves_them():
+    assert Line(8, 4, 32).leaving_ring(4) == 4
+    assert Line(4, 1, 32).leaving_ring(4) == 0
+    assert Line(8, 4, 32, alone=True).leaving_ring(4) == 1
+    assert Line(6, 1, 24).touches(4) == 2
+
+
+# --- step: two timelines
+
+
+def test_one_bucket_is_the_closed_form():
+    made = step(0.3, 1, [Bucket(1e6, 1.0)], Price(0.01, 1e-7))
+    assert made.exposed_seconds == pytest.approx(0.01 + 0.1)
+    assert made.seconds == pytest.approx(0.3 + 0.11)
+    early = step(0.3, 1, [Bucket(1e6, 0.2)], Price(0.01, 1e-7))
+    assert early.exposed_seconds == 0.0
+
+
+@st.composite
+def some_buckets(draw):
+    ready = sorted(draw(st.lists(st.floats(0, 1), min_size=1, max_size=12)))
+    return [Bucket(draw(st.floats(1, 1e8)), share) for share in ready]
+
+
+prices = st.builds(Price, st.floats(0, 0.01), st.floats(0, 1e-8))
+
+
+@settings(max_examples=80, deadline=None)
+@given(full=some_buckets(), cost=prices, seconds=st.floats(0.001, 1), lanes=st.integers(1, 4))
+def test_a_step_lies_between_its_longer_part_and_the_sum(full, cost, seconds, lanes):
+    wire = sum(cost.seconds(bucket.nbytes) for bucket in full)
+    made = step(seconds, 1, full, cost, lanes=lanes)
+    assert made.seconds <= seconds + wire + 1e-9
+    busy = sum(cost.seconds_per_byte * bucket.nbytes for bucket in full)
+    assert made.seconds >= max(seconds, busy) - 1e-9
+    assert step(seconds, 1, full, cost, lanes=1).seconds >= made.seconds - 1e-9
+    assert step(seconds, 1, full, cost, overlap=False).seconds >= made.seconds - 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(full=some_buckets(), cost=prices, factor=st.floats(1, 10))
+def test_a_slower_wire_never_makes_a_step_faster(full, cost, factor):
+    slower = Price(cost.latency * factor, cost.seconds_per_byte * factor)
+    assert step(0.1, 2, full, slower).seconds >= step(0.1, 2, full, cost).seconds - 1e-12
+
+
+def test_buckets_leave_in_order_when_full_and_when_the_wire_is_free():
+    sent = send([Bucket(100, 0.5), Bucket(100, 0.6), Bucket(100, 1.0)], Price(1, 0.01), 0.0, 10.0)
+    assert [(b.start, b.end) for b in sent] == [(5, 7), (7, 9), (10, 12)]
+    both = send([Bucket(100, 0.5), Bucket(100, 0.6)], Price(1, 0.01), 0.0, 10.0, lanes=2)
+    assert [(b.start, b.end) for b in both] == [(5, 7), (6, 8)]
+
+
+def test_buckets_hold_all_gradients_once():
+    net = workload.bundled("resnet50")
+    for limit, count in ((1e-9, 161), (1e9, 1)):
+        assert len(buckets(net, limit, "fp32")) == count
+    for limit in (1e-9, 1.0, 25.0, 1e9):
+        assert sum(b.nbytes for b in buckets(net, limit, "fp16")) == HALF
+        assert sum(b.nbytes for b in buckets(net, limit, "fp32")) == FULL
+
+
+def test_the_slowest_of_many_is_expected_later():
+    for count, known in ((1, 0.0), (10, 1.5388), (100, 2.5076), (1000, 3.2414)):
+        assert expected_maximum(count) == pytest.approx(known, abs=0.02)
+    values = [expected_maximum(n) for n in range(1, 300)]
+    assert all(a < b for a, b in pairwise(values))
+
+
+def test_a_pass_is_measured_or_on_the_line_between_two_that_were():
+    net = workload.bundled("resnet50")
+    place = Machine(
+        "m", 1, rates=(Rate("resnet50", 100, 1000.0), Rate("resnet50", 300, 1500.0)), jitter=0.0
+    )
+    assert pass_seconds(place, net, 100) == pytest.approx(0.1)
+    assert pass_seconds(place, net, 200) == pytest.approx(0.15)
+    assert pass_seconds(place, net, 600) == pytest.approx(0.4)
+    assert pass_seconds(place, net, 1) == pytest.approx(0.0505)
+    double = replace(place, rates=(Rate("resnet101", 100, 1000.0),))
+    scale = net.multiply_adds / workload.bundled("resnet101").multiply_adds
+    assert pass_seconds(double, net, 50) == pytest.approx(0.05 * scale)
+
+
+def test_rows_measured_on_several_workers_are_not_charged_twice_for_the_slowest():
+    place = Machine("m", 8, Node(0.0, 1e15), rates=(Rate("resnet50", 32, 100.0, workers=8),))
+    config = published.imagenet("resnet50", 256, 1)
+    assert forecast(config, place, 8).step_seconds == pytest.approx(0.32, rel=1e-4)
+
+
+# --- run
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 400),
+    grown=st.lists(st.tuples(st.floats(0.1, 4), st.integers(1, 900)), max_size=3),
+    images=st.integers(10, 2000),
+)
+def test_steps_are_counted_as_the_trainer_counts_them(batch, grown, images):
+    begins = sorted(dict(grown).items())
+    config = replace(
+        published.imagenet("resnet50", batch, 5.0), stages=tuple(Stage(e, b) for e, b in begins)
+    )
+    found = stretches(config, images, 5.0)
+    assert sum(steps for _, steps in found) == count_steps(config.all_stages, images, 5.0)[0]
+
+
+def test_a_target_ends_the_run_where_reference_runs_reach_it():
+    config = replace(published.imagenet("resnet50", 8192), target_accuracy=0.759)
+    images = workload.images_of(config)
+    assert epochs_to_target(config, images) == 42.0
+    assert epochs_to_target(replace(config, batch=(8192 + 13056) // 2), images) == pytest.approx(
+        43.7
+    )
+    assert epochs_to_target(replace(config, batch=10**6), images) == 90.0
+    assert epochs_to_target(replace(config, target_accuracy=0.80), images) == 90.0
+    assert epochs_to_target(replace(config, target_accuracy=None), images) == 90.0
+
+
+def test_time_is_steps_and_evaluation_and_its_interval_holds_it():
+    config = replace(published.imagenet("resnet50", 8192, 4.0), eval_every=1.0)
+    found = forecast(config, "dgx-h100", 64)
+    steps = count_steps(config.all_stages, workload.IMAGENET, 4.0)[0]
+    assert found.train_seconds == pytest.approx(steps * found.step_seconds)
+    assert found.seconds_to_target == found.train_seconds + found.evaluation_seconds
+    low, high = found.interval
+    assert low < found.seconds_to_target < high
+    assert 0 < found.efficiency <= 1
+    assert found.gpu_hours == pytest.approx(found.seconds_to_target * 64 / 3600)
+
+
+def test_input_that_is_too_slow_is_named():
+    slow = replace(load("dgx-h100"), input_images_per_second=1000.0)
+    found = forecast(published.imagenet("resnet50", 4096, 1), slow, 64)
+    assert found.limit == "input"
+    assert found.images_per_second == pytest.approx(8 * 1000.0)
+
+
+def test_the_search_finds_what_going_through_all_finds():
+    config = published.imagenet("resnet50", 8192, 1)
+    best = forecast(config, "abci", 256, wire="fp16")
+    job = Job.of(config, "abci", 256)
+    every = [job.train_seconds(s) for s in candidates(256, wire="fp16")]
+    assert best.train_seconds <= 1.01 * min(every)
+    assert len(every) == 8 * (2 + 5 * 7)
+
+
+def test_comparisons():
+    job = Job.of(published.imagenet("resnet50", 8192, 1), "abci", 64)
+    every = list(candidates(64))
+    assert {f.setting.plan for f in compare(job, "plans", every)} == set(PLANNED)
+    assert {f.setting.grid[1] for f in compare(job, "grids", every)} == {2, 4, 8, 16, 32}
+    assert len({f.setting.bucket_mb for f in compare(job, "buckets", every)}) == 8
+    assert [f.setting.wire for f in compare(job, "wire", every)] == ["fp32", "fp16"]
+
+
+def test_the_smallest_cluster_that_is_fast_enough():
+    config = published.imagenet("resnet50", 32768)
+    found = smallest(config, "dgx-h100", 300.0)
+    assert found.seconds_to_target <= 300
+    assert forecast(config, "dgx-h100", found.gpus - 8).seconds_to_target > 300
+    with pytest.raises(UserError, match=r"no number of dgx-h100's nodes does it in 1 s: the fast"):
+        smallest(config, "dgx-h100", 1.0)
+
+
+def test_a_hundred_thousand_gpus_are_searched_in_two_seconds_at_no_more_cost():
+    config = published.imagenet("resnet50", 131072)
+    job = Job.of(config, "dgx-h100", 100_000)
+    began = time.process_time()
+    found = forecast(config, "dgx-h100", 100_000)
+    assert time.process_time() - began < 2
+    assert found.gpus == 100_000
+    # by count: what is priced depends on the divisors, not on the size
+    sizes = [len(list(candidates(n))) for n in (2**10, 2**13)]
+    assert sizes[1] - sizes[0] == 3 * 5 * 8
+    assert job.gpus == 100_000
+
+
+# --- machines
+
+
+def test_every_constant_has_a_source_and_one_at_most_is_fitted():
+    for place in MACHINES.values():
+        for name in ("node", "network", "spine", "rates", "jitter", "launch_seconds"):
+            if getattr(place, name):
+                assert place.sources.get(name), (place.name, name)
+        if place.fitted:
+            assert "fitted" in place.sources[place.fitted.split(".")[0]]
+        assert sum("fitted on the" in source for source in place.sources.values()) <= 1
+    fitted = {place.name for place in MACHINES.values() if place.fitted}
+    assert fitted == {"abci", "stampede2-skx", "horovod-v100-10gbe"}
+
+
+def test_machine_json_is_written_in_parts_and_read_back(tmp_path):
+    file = tmp_path / "machine.json"
+    row = {"model": "small", "micro": 16, "images_per_second": 10.0}
+    machine.update(file, {"compute": [row, row | {"micro": 32}], "host": {"cpu": "x"}})
+    link = {"latency_seconds": 1e-4, "bytes_per_second": 1e9}
+    machine.update(file, {"links": {"node": link}, "workers_per_node": 4, "host": {"gpu": "y"}})
+    machine.update(file, {"compute": [row | {"images_per_second": 20.0}]})
+    found = load(str(file))
+    assert found.workers_per_node == 4
+    assert found.node == Node(1e-4, 1e9)
+    assert found.network is None
+    assert found.rates == (Rate("small", 16, 20.0), Rate("small", 32, 10.0))
+    assert found.host == {"cpu": "x", "gpu": "y"}
+    assert machine.from_json(machine.to_json(found)) == found
+    with pytest.raises(UserError, match="has no network: megabatch bench sync adds it"):
+        found.check_world(8)
+    with pytest.raises(TypeError):
+        machine.update(file, {"links": {"node": {"speed": 1}}})
+    assert load(str(file)) == found
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_bundled_machines_survive_their_json(name):
+    assert machine.from_json(machine.to_json(MACHINES[name])) == MACHINES[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("abbci", None, "there is no machine 'abbci': did you mean abci?"),
+        ("missing.json", None, "missing.json cannot be read: No such file"),
+        ("wrong.json", "{}", "wrong.json is not a machine.json: its format is None"),
+        ("broken.json", "{", "broken.json is not a machine.json"),
+        ("list.json", '{"format": "megabatch-machine-1", "links": {"node": {}}}', "not a machine"),
+    ],
+)
+def test_a_wrong_machine_gets_one_sentence(tmp_path, monkeypatch, name, text, sentence):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path(name).write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        load(name)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sentence"),
+    [
+        (7, "7 GPUs do not fill dgx-h100's nodes of 8: give a divisor of 8"),
+        (12, "give 8 or 16"),
+        (0, "at least 1"),
+        (512, "a batch of 256 leaves some of 512 GPUs without an image"),
+    ],
+)
+def test_a_wrong_number_of_gpus_gets_one_sentence(gpus, sentence):
+    with pytest.raises(UserError, match=sentence):
+        forecast(published.imagenet("resnet50", 256), "dgx-h100", gpus)
+
+
+# --- published
+
+
+ROWS = published.rows()
+# The planner finds nothing in Goyal's links that would cost what 256 GPUs lost: see the docs.
+MISSED = {"256 P100, efficiency from 8"}
+
+
+def test_published_rows_are_met_and_the_one_that_is_not_is_known():
+    promised = [row for row in ROWS if row.tolerance is not None and not row.given]
+    assert len(promised) == 7
+    assert {row.what for row in promised if not row.holds} == MISSED
+    assert all(abs(row.error) < 6.5 for row in promised if row.what in MISSED)
+
+
+def test_a_row_that_gave_a_constant_is_met_exactly():
+    given_rows = [row for row in ROWS if row.given]
+    assert len(given_rows) == 4
+    assert all(abs(row.error) < 0.2 for row in given_rows)
+
+
+def moved(name, **changes):
+    """How far each published row moves, in points or per cent, if a machine's constant changes."""
+    other = published.rows(MACHINES | {name: replace(MACHINES[name], **changes)})
+    return {row.what: changed.error - row.error for row, changed in zip(ROWS, other, strict=True)}
+
+
+def test_what_a_fitted_constant_moves():
+    abci, skx, v100 = (MACHINES[n] for n in ("abci", "stampede2-skx", "horovod-v100-10gbe"))
+    jitter = moved("abci", jitter=abci.jitter * 1.2)
+    assert {what for what, by in jitter.items() if by} == {
+        row.what for row in ROWS if row.paper == "Mikami 2018"
+    }
+    assert all(-0.7 < by < -0.2 for what, by in jitter.items() if "efficiency from 4" in what)
+    flow = replace(v100.network, flow_bytes_per_second=v100.network.flow_bytes_per_second * 1.2)
+    faster = moved("horovod-v100-10gbe", network=flow)
+    assert faster["BERT-Large, 32 x 6 V100, ring"] < -10
+    assert faster["BERT-Large, 32 x 6 V100, torus"] == 0
+    rate = skx.rates[0].images_per_second * 1.2
+    quicker = moved("stampede2-skx", rates=(Rate("resnet50", 16, rate),))
+    assert quicker["1,600 CPUs, 90 epochs"] == pytest.approx(-17.5, abs=2)
+    assert quicker["2,048 KNL, 90 epochs"] == 0
+
+
+def test_the_assumed_jitter_decides_no_row_alone():
+    for factor, limit in ((0.5, 3.0), (1.5, 3.0)):
+        for name in ("bigbasin-p100", "mn1-p100", "tencent-p40", "dgx-h100"):
+            by = moved(name, jitter=MACHINES[name].jitter * factor)
+            assert all(abs(by[row.what]) < limit for row in ROWS if row.unit == "%")
+
+
+def test_the_docs_hold_the_table():
+    assert published.table(ROWS) in DOCS.read_text()
+
+
+def test_the_planner_needs_neither_torch_nor_numpy():
+    code = (
+        "import sys, megabatch.verbs.plan, megabatch.planner.page; "
+        "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_row_for_json_has_plain_values():
+    row = forecast(published.imagenet("resnet50", 256, 1), "dgx-h100", 8).row()
+    wanted = {"gpus", "plan", "grid", "bucket_mb", "step_seconds", "exposed_seconds",
+              "efficiency", "images_per_second", "seconds_to_target"}  # fmt: skip
+    assert wanted <= set(json.loads(json.dumps(row)))
+    assert Setting("ring", (1, 8), row["bucket_mb"]).overlap

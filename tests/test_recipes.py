@@ -1,0 +1,309 @@
+"""Recipes: the numbers derived from each are its paper's, and each takes two steps on a CPU."""
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import megabatch as mb
+from megabatch.config import LearningRate, Optimizer, UserError
+from megabatch.recipes import BY_BATCH, RECIPES, named
+from megabatch.recipes.imagenet import IMAGES
+from megabatch.recipes.mlperf import ROWS, mlperf
+
+IMAGENET = sorted(set(RECIPES) - {"digits"})
+
+
+def table(config):
+    """The derived numbers of a recipe on ImageNet, as train prints them."""
+    return {name: value for name, value, _ in config.derived(images=1_281_167, world=1)}
+
+
+def rates(config, *epochs):
+    return [config.lr_at(epoch) for epoch in epochs]
+
+
+# --- the papers' numbers -----------------------------------------------------------------------
+
+
+def test_imagenet_has_so_many_training_images():
+    assert IMAGES == 1_281_167
+
+
+def test_goyal2017():
+    config = mb.recipes.goyal2017()
+    found = table(config)
+    # 5.1 of the paper: 90 epochs of 8k; 0.1 * kn / 256, from 0.1 in 5 epochs, a tenth at 30, 60, 80
+    assert found["steps an epoch"] == "156.39"
+    assert found["warm-up steps"] == "782"  # 780 in Intel's solver of this recipe
+    assert found["peak rate"] == "3.2"
+    assert found["steps in all"] == "14,076"  # Intel's: 14,075, whole batches only
+    assert found["images in all"] == "115,310,592"
+    assert rates(config, 0, 2.5, 5, 29.9) == pytest.approx([0.1, 1.65, 3.2, 3.2], rel=1e-12)
+    assert rates(config, 30, 60, 80) == pytest.approx([0.32, 0.032, 0.0032], rel=1e-12)
+    assert (config.span, config.batch // config.span) == (32, 256)  # workers of the paper
+    assert config.optimizer == Optimizer(
+        momentum=0.9, weight_decay=1e-4, trust=None, nesterov=True, form="pytorch"
+    )
+    assert config.data.crop_area == (0.08, 1.0)
+    assert config.data.crop_aspect == (3 / 4, 4 / 3)
+    assert (config.data.flip, config.data.size, config.data.resize) == (True, 224, 256)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rate"),
+    [(128, 0.05), (256, 0.1), (512, 0.2), (1024, 0.4), (2048, 0.8), (4096, 1.6), (8192, 3.2),
+     (16384, 6.4), (32768, 12.8), (65536, 25.6)],
+)  # fmt: skip
+def test_goyal2017_at_the_batches_of_the_papers_results(batch, rate):
+    config = replace(named("goyal2017", batch=batch), micro=32).check()
+    assert config.lr_at(5) == pytest.approx(rate, rel=1e-12)
+
+
+def test_you2018():
+    config = mb.recipes.you2018()
+    found = table(config)
+    # The paper's results: 32,768 for 90 epochs on 2,048 nodes
+    assert found["steps an epoch"] == "39.10"
+    assert found["steps in all"] == "3,519"
+    assert found["images in all"] == "115,310,592"
+    assert config.batch // config.span == 2048
+    # The authors' group's 32k: 2^5, warm-up 14, power 2
+    assert found["warm-up steps"] == "548"
+    assert found["peak rate"] == "32"
+    assert rates(config, 0, 7, 14, 52, 90) == pytest.approx([0, 16, 32, 8, 0], abs=1e-12)
+    assert (config.data.size, config.data.scale, config.data.flip) == (224, (256, 256), True)
+    assert config.optimizer.trust == 0.001
+    # 64 epochs in 14 minutes is the same recipe, shorter
+    assert table(named("you2018", epochs=64))["steps in all"] == "2,503"
+
+
+def test_you2018_alexnet():
+    config = mb.recipes.you2018_alexnet()
+    found = table(config)
+    # The authors' solver for AlexNet-BN at 32k: base rate 32, ramp from 1 in 400 steps, decay 5e-4
+    assert found["warm-up steps"] == "400"
+    assert found["peak rate"] == "32"
+    assert found["steps in all"] == "3,910"  # 100 epochs; the solver's 4,000 are 102
+    assert found["images in all"] == "128,122,880"
+    half = config.lr.warmup / 2
+    assert rates(config, 0, half) == pytest.approx([1, 1 + 31 / 4], rel=1e-12)
+    # Caffe: base_lr * (1 - iteration / max_iter) ^ 2, the ramp's iterations counted
+    after = [config.lr.warmup, 50, 100]
+    assert rates(config, *after) == pytest.approx(
+        [32 * (1 - epoch / 100) ** 2 for epoch in after], abs=1e-12
+    )
+    assert config.batch // config.span == 2048
+    assert (config.data.size, config.data.scale, config.data.flip) == (227, (256, 256), True)
+    assert (config.optimizer.weight_decay, config.optimizer.trust) == (5e-4, 0.001)
+    assert (config.optimizer.form, config.optimizer.momentum_correction) == ("paper", False)
+
+
+def test_jia2018():
+    config = mb.recipes.jia2018()
+    found = table(config)
+    # The paper: 64k, 90 epochs, 2,048 GPUs; weights and gradients fp16, LARS in fp32
+    assert found["steps an epoch"] == "19.55"
+    assert found["steps in all"] == "1,760"
+    assert found["images in all"] == "115,343,360"
+    assert config.batch // config.span == 2048
+    assert (config.precision, config.half_weights) == ("fp16", True)
+    # MLPerf's 65,536
+    assert found["warm-up steps"] == "607"
+    assert found["peak rate"] == "24.699"
+    assert rates(config, 31, 60.5, 90) == pytest.approx(
+        [24.699, 24.699 / 4 + 0.75e-4, 1e-4], rel=1e-12
+    )
+    row = mlperf(65536)
+    assert config.optimizer == row.optimizer
+    assert config.lr == row.lr
+
+
+def test_jia2018_alexnet():
+    config = mb.recipes.jia2018_alexnet()
+    found = table(config)
+    # The paper: 64k, 95 epochs, 1,024 GPUs, batch norm after pool5
+    assert config.model == "alexnet_bn_pool5"
+    assert found["steps in all"] == "1,858"
+    assert found["images in all"] == "121,765,888"
+    assert config.batch // config.span == 1024
+    assert (config.precision, config.half_weights) == ("fp16", True)
+    assert config.data.size == 227
+    # LARS's authors' solver at 32k: 32 after a tenth of the run
+    assert found["peak rate"] == "32"
+    assert found["warm-up steps"] == "196"
+    assert config.optimizer == mb.recipes.you2018_alexnet().optimizer
+
+
+def test_mikami2018():
+    config = mb.recipes.mikami2018()
+    found = table(config)
+    # The first version: 34k, later 68k, 90 epochs on 2,176 GPUs, 16 and then 32 images each
+    assert [stage.batch for stage in config.all_stages] == [34_816, 69_632]
+    assert [stage.batch // 2176 for stage in config.all_stages] == [16, 32]
+    assert config.span == 16
+    assert found["steps an epoch"] == "36.80"
+    # 30 epochs of 36.8 steps and 60 of 18.4
+    assert found["steps in all"] == "2,208"
+    assert found["images in all"] == "115,310,592"
+    assert config.bn_momentum == 1.0  # no moving averages
+    assert config.label_smoothing == 0.1
+    # MLPerf's 32,768: 21.2 and 16 epochs of warm-up
+    assert found["peak rate"] == "22.525"  # 21.2 * 34,816 / 32,768
+    assert found["warm-up steps"] == "589"
+    assert config.lr_at(53, batch=69_632) == config.lr_at(53)  # the batch grows, the rate does not
+    assert config.optimizer == replace(mlperf(32768).optimizer, eps=1e-6)
+    assert config.lr == mlperf(32768).lr
+
+
+# Batch, rate, warm-up, momentum, weight decay, steps of decay, where they are counted from, span:
+# MLPerf's reference convergence points, rcps_resnet.json of training 4.0.
+MLPERF = [
+    (3264, 10.5, 2, 0.9, 5e-5, 14523, "start", 204),
+    (4096, 10.0, 5, 0.9, 2e-4, 13137, "start", 64),
+    (8192, 17.0, 5, 0.9, 2e-4, 6095, "warm-up", 64),
+    (13056, 12.8, 9, 0.9, 2.5e-5, 4710, "start", 204),
+    (32768, 21.2, 16, 0.94, 2.5e-5, 2267, "start", 128),
+    (49152, 19.405, 24, 0.951807, 1e-4, 1846, "start", 256),
+    (58880, 23.246, 29, 0.951807, 1e-4, 1785, "start", 230),
+    (65536, 24.699, 31, 0.951807, 1e-4, 1133, "warm-up", 128),
+]
+
+
+@pytest.mark.parametrize("row", MLPERF, ids=[str(row[0]) for row in MLPERF])
+def test_mlperf(row):
+    batch, rate, warmup, momentum, weight_decay, steps, counted_from, span = row
+    config = named("mlperf", batch=batch).check()
+    assert config == mlperf(batch)
+    assert config.batch == batch
+    assert config.lr == LearningRate(
+        reference=rate, per=batch, warmup=warmup, decay="poly", power=2, end=1e-4
+    )
+    assert config.lr_at(warmup) == pytest.approx(rate, rel=1e-12)
+    assert config.lr_at(config.epochs) == pytest.approx(1e-4, rel=1e-6)
+    assert (config.optimizer.momentum, config.optimizer.weight_decay) == (momentum, weight_decay)
+    assert (config.optimizer.trust, config.optimizer.eps) == (0.001, 0.0)
+    assert config.span == span
+    assert config.label_smoothing == 0.1
+    begins = warmup if counted_from == "warm-up" else 0
+    assert abs((config.epochs - begins) * 1_281_167 / batch - steps) < 1
+
+
+def test_mlperf_has_the_rows_and_no_others():
+    assert [row.batch for row in ROWS] == [row[0] for row in MLPERF]
+
+
+def test_mlperf_between_its_rows_takes_the_nearest_and_scales_the_rate():
+    config = named("mlperf", batch=2 * 3264)
+    row = mlperf(8192)
+    assert config == row.resized(batch=6528)
+    assert config.lr_at(5) == pytest.approx(17 * 6528 / 8192, rel=1e-12)
+    assert mlperf(128).optimizer == mlperf(3264).optimizer
+    assert mlperf(2**20).optimizer == mlperf(65536).optimizer
+    with pytest.raises(UserError, match="batch 0 cannot be made"):
+        named("mlperf", batch=0).check()
+
+
+# --- what all have -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_another_length_or_batch_is_the_recipes_own(name):
+    recipe = RECIPES[name]()
+    assert named(name) == recipe
+    assert named(name, epochs=3) == recipe.resized(epochs=3)
+    assert named(name, batch=recipe.batch) == recipe
+    if name not in BY_BATCH:
+        assert named(name, 3, 2 * recipe.batch) == recipe.resized(3, 2 * recipe.batch)
+
+
+@pytest.mark.parametrize("name", IMAGENET)
+def test_a_recipe_says_where_its_numbers_come_from(name):
+    said = RECIPES[name].__doc__
+    assert f"Command:   megabatch train {name} --data.path imagenet.arrow" in said
+    assert "Published: " in said
+
+
+@pytest.mark.parametrize("name", IMAGENET)
+def test_images_are_asked_for_when_the_training_begins(name):
+    with pytest.raises(UserError, match=r"^no images were named: give --data\.path") as refused:
+        mb.train(RECIPES[name](), quiet=True)
+    assert "\n" not in str(refused.value)
+
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def rows_of(page, first_column):
+    """The cells of a page's table whose first column has that title, without stars and commas."""
+    lines = iter((DOCS / page).read_text().splitlines())
+    next(line for line in lines if line.startswith(f"| {first_column} |"))
+    next(lines)
+    for line in itertools.takewhile(lambda line: line.startswith("|"), lines):
+        yield [cell.strip(" `*") for cell in line.replace(",", "").split("|")[1:-1]]
+
+
+def test_the_table_of_recipes_in_the_docs():
+    found = list(rows_of("recipes.md", "recipe"))
+    assert [row[0] for row in found] == list(RECIPES)
+    for name, _, batches, epochs, _, rate, warmup, steps, *_ in found:
+        if name == "mlperf":
+            continue
+        config = RECIPES[name]()
+        derived = config.derived(1438 if name == "digits" else 1_281_167, world=1)
+        values = {title: value.replace(",", "") for title, value, _ in derived}
+        assert batches.split() == [str(stage.batch) for stage in config.all_stages]
+        assert epochs == f"{config.epochs:g}"
+        assert rate == values["peak rate"]
+        assert steps == values["steps in all"]
+        length, unit = warmup.split()[:2]
+        assert length == (values["warm-up steps"] if unit == "steps" else f"{config.lr.warmup:g}")
+
+
+def test_the_table_of_mlperfs_rows_in_the_docs():
+    found = [[float(cell) for cell in row[:7]] for row in rows_of("recipes.md", "batch")]
+    assert found == [list(map(float, row)) for row in ROWS]
+
+
+# --- two steps ---------------------------------------------------------------------------------
+
+
+def small(recipe):
+    """The recipe for two steps of a few synthetic images in fp32, one in each stage it has."""
+    pixels, batch = (227, 4) if recipe.model.startswith("alexnet") else (32, 8)
+    recipe = replace(
+        recipe,
+        micro=batch // 2,
+        span=batch // 2,
+        stages=recipe.stages[:1],
+        precision="fp32",
+        half_weights=False,
+        loss_scale=None,
+        deterministic=True,  # one thread: two of them stall each other on busy cores
+    ).resized(batch=batch)
+    first, second = (recipe.all_stages * 2)[:2]
+    recipe = recipe.resized(epochs=(first.batch + second.batch) / 32)
+    if recipe.stages:
+        recipe = replace(recipe, stages=(replace(second, epoch=first.batch / 32),))
+    # 32 of 40 images are for training.
+    synthetic = replace(
+        recipe.data, source="synthetic", size=pixels, images=40, classes=10, val_share=0.2
+    )
+    return replace(recipe, data=synthetic)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_steps(name):
+    config = small(RECIPES[name]())
+    torch.manual_seed(config.seed)
+    net = mb.models.build(config.model, 10, config.data.channels, config.data.size)
+    before = [parameter.clone() for parameter in net.parameters()]
+    summary = mb.train(config, model=net, quiet=True)
+    assert summary.steps == 2
+    assert summary.seen == sum(stage.batch for stage in (config.all_stages * 2)[:2])
+    assert math.isfinite(summary.loss)
+    assert all(tensor.isfinite().all() for tensor in net.state_dict().values())
+    assert any((now != then).any() for now, then in zip(net.parameters(), before, strict=True))
