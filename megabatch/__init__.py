@@ -19,6 +19,8 @@ _HOMES = {
     ],
     "megabatch.optim": ["LARS", "LAMB", "parameter_groups"],
     "megabatch.cluster": ["Cluster"],
+    "megabatch.gradsync": ["GradSync"],
+    "megabatch.planner": ["forecast"],
     "megabatch.training": ["train", "evaluate", "Summary"],
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

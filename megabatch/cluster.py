@@ -300,7 +300,7 @@ def _results(processes: list[Any], pipes: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(processes):
         waiting = {pipes[rank]: rank for rank in range(len(pipes)) if rank not in results}
-        said = [(*_said(pipe), waiting[pipe]) for pipe in wait(list(waiting))]  # type: ignore
+        said = [(*_said(pipe), waiting[pipe]) for pipe in wait(list(waiting))]  # type: ignore[index, arg-type]
         # When one fails the others fail of it. Of what is known now the earliest is the cause; one
         # that was killed could not say when, but it went before those it made fail.
         for _, kind, value, rank in sorted(said, key=lambda one: one[0]):

@@ -1,5 +1,6 @@
 """The loader: every image once an epoch, one order for any number of workers, from any position."""
 
+import json
 import threading
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from megabatch.batch import Stage, Step, steps
+from megabatch.cli import main
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data, UserError
 from megabatch.data.encode import Encoding
@@ -284,3 +286,23 @@ def test_a_pack_shared_out_is_the_same_pack(packs, at):
     assert [first for first, *_ in rows] == [micro.first for micro in expected]
     for (_, images, labels), micro in zip(rows, expected, strict=True):
         assert torch.equal(images, micro.images) and torch.equal(labels, micro.labels)
+
+
+# --- the bench
+
+
+def test_the_bench_measures_every_contender_on_the_same_images(packs, tmp_path, capsys):
+    def bench(*flags):
+        command = ["bench", "loader", "--images", str(packs / "set"), "--device", "cpu"]
+        return main([*command, "--size", "16", "--small", "24", "--resident", "12", *flags])
+
+    quick = ["--threads", "1", "--micro", "4", "--seconds", "0.02", "--turns", "1"]
+    assert bench(*quick, "--out", str(tmp_path / "b.json"), "--json") == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "b.json").read_text())
+    rows = {(row["images"], row["loader"]): row for row in result["rows"]}
+    assert len(rows) == 13 and all(row["rate"] > 0 for row in rows.values())
+    assert rows["originals", "limit: decoding alone"]["of_limit"] == 1
+    assert rows["24 px", "DataLoader, Pillow"]["of_dataloader"] == 1
+    assert bench("--micro", "64") == 2
+    assert "128 are needed for batches of 64" in capsys.readouterr().err

@@ -40,11 +40,13 @@ def parse(
 def _sentence(box: str, way_out: str) -> str:
     """The first part of tyro's framed message as one line, with the nearest flag if it has one."""
     parts = [""]
-    for line in (line.strip(" │╭╮╰╯") for line in box.splitlines()[1:]):
-        if line.startswith("──"):
+    # The frame is of lines, or of ASCII where the terminal has no lines.
+    for line in (line.strip(" │╭╮╰╯|+") for line in box.splitlines()[1:]):
+        if re.fullmatch("[─-]{5,}", line):
             parts.append("")
         else:
             parts[-1] += f" {line}"
+    parts = [part for part in parts if part.strip()]
     sentence = parts[0].strip().rstrip(".")
     near = re.search(r"(?:similar to \S+|Perhaps you meant:)\s+(--[\w.-]+)", " ".join(parts[1:]))
     hint = f"did you mean {near[1]}? " if near else ""

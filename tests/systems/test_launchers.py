@@ -203,9 +203,9 @@ def test_a_run_that_is_told_to_stop_leaves_a_checkpoint(how, slurm, environ, alo
 @pytest.mark.parametrize(("mpi", "status"), [("mpirun.openmpi", 1), ("mpiexec.hydra", 3)])
 def test_mpi_that_is_told_to_stop_leaves_a_checkpoint(mpi, status, environ, tmp_path):
     out = tmp_path / "run"
-    # Open MPI waits a second for its workers to end, and has a status of its own.
-    where = {"MEGABATCH_STORE": str(tmp_path / "store"), "OMPI_MCA_odls_base_sigkill_timeout": "60"}
-    line = [mpi, "-n", "2", *LONG, "--out", str(out)]
+    # Open MPI waits so many seconds before SIGTERM and again after it; its status is its own.
+    where = {"MEGABATCH_STORE": str(tmp_path / "store"), "OMPI_MCA_odls_base_sigkill_timeout": "10"}
+    line = [mpi, "-n", "2", *TRAIN, "--epochs", "1000", "--out", str(out)]
     with subprocess.Popen(line, env=environ | where, stdout=subprocess.DEVNULL) as launched:
         await_first_step(out)
         launched.terminate()
