@@ -226,6 +226,11 @@ class Config:
     """stop when an evaluation reaches this top-1 (0 to 1)"""
     bucket_mb: float = 25.0
     """gradients leave in buckets of this many megabytes"""
+    plan: str = "backend"
+    """how gradients are summed over workers: backend (NCCL's or gloo's own all-reduce), ring,
+    hierarchical, torus, three_phase, blueconnect, hybrid, or auto (as bench sync measured)"""
+    wire: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """what gradients travel in, by a plan of our own"""
     data: Data = field(default_factory=Data)
     noise: Noise = field(default_factory=Noise)
     lr: LearningRate = field(default_factory=LearningRate)
@@ -396,6 +401,14 @@ class Config:
             self._check_noise(need)
         need(0 <= self.noise.memory < 1, "noise.memory must be at least 0 and below 1")
         need(self.noise.share > 0, "noise.share must be more than 0")
+        need(
+            not self.deterministic or (self.plan == "backend" and self.wire == "fp32"),
+            "a deterministic run sums along one tree in fp32: drop --plan and --wire",
+        )
+        need(
+            self.wire == "fp32" or self.plan != "backend",
+            f"--wire {self.wire} needs a plan of our own: give --plan torus, say",
+        )
         need(self.keep >= 1, f"keep is {self.keep}; at least one checkpoint must stay")
         need(self.bucket_mb > 0, f"bucket_mb is {self.bucket_mb:g}; it must be more than 0")
         self._check_data(need)

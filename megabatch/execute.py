@@ -28,6 +28,12 @@ from megabatch.segment import Segment
 SEGMENT_BYTES = 2 << 20
 LANES = 3
 
+WIRES: dict[str, torch.dtype | None] = {
+    "fp32": None,  # gradients travel as they are
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
 
 def execute(plan: Plan, tensor: Tensor, cluster: Cluster, wire: torch.dtype | None = None) -> None:
     """Sum a tensor over all workers, in place. Every worker calls it, in the same order.

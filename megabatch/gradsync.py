@@ -17,15 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.choice import HYBRID, choose
 from megabatch.cluster import Cluster
-from megabatch.execute import LANES, SEGMENT_BYTES, Pipeline
+from megabatch.execute import LANES, SEGMENT_BYTES, WIRES, Pipeline
 from megabatch.heartbeat import Disagreement, Heartbeat, compare
 from megabatch.plans import Plan
-
-WIRES: dict[str, torch.dtype | None] = {
-    "fp32": None,  # gradients travel as they are
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
 
 _instances = itertools.count()
 

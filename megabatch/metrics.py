@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megabatch.batch import Step
 from megabatch.config import Config
+from megabatch.verdict import Facts, Waits, verdict
 
 Band = tuple[float, float]
 
@@ -180,6 +181,11 @@ class Log:
             f"loss {result['loss']:.4f}  after {time.monotonic() - self._began:.1f} s"
         )
         self._last = time.monotonic()
+
+    def verdict(self, step: int, seen: int, waits: Waits, facts: Facts) -> None:
+        """What the epoch waited for."""
+        self._write("waits", {"step": step, "seen": seen, **asdict(waits)})
+        self.say(f"              {verdict(waits, facts)}")
 
     def layers(
         self, step: int, seen: int, layers: dict[str, tuple[float, float, float]], band: Band

@@ -105,6 +105,8 @@ def assemble(
         tree=config.deterministic,
         bucket_bytes=config.bucket_mb * 1e6,
         masters=masters.twins,
+        plan=None if config.plan == "backend" else config.plan,
+        wire=config.wire,
     )
     scale = LossScale(config, cluster.device)
     average = WeightAverage(net, config, masters)

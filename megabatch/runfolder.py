@@ -19,7 +19,17 @@ from megabatch.noise import NoiseScale
 from megabatch.parts import Parts
 
 # What may change when a run is resumed: nothing that shapes its result.
-_FREE = {"eval_every", "save_every", "keep", "target_accuracy", "bucket_mb", "ratio_band"}
+_FREE = {
+    "eval_every",
+    "save_every",
+    "keep",
+    "target_accuracy",
+    "bucket_mb",
+    "ratio_band",
+    "plan",
+    "wire",
+}
+_FREE_DATA = {"threads", "stage", "resident", "shared", "decode", "path"}
 
 
 @dataclass
@@ -86,6 +96,8 @@ class RunFolder:
 
     def _same_run(self, before: Config) -> None:
         old, new = asdict(before), asdict(self._config)
+        for name in _FREE_DATA:
+            del old["data"][name], new["data"][name]
         for name in sorted(old.keys() - _FREE):
             if old[name] != new[name]:
                 raise UserError(

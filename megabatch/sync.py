@@ -1,126 +1,21 @@
-"""Summing gradients: along one tree whatever the number of workers, in buckets, while backward
-goes on.
+"""The bucket engine: gradients in flat buckets, last layer first, summed while backward goes on.
 
-`GradientSum` is the bucket engine. Each micro-batch's gradients are copied into flat buckets, last
-layer first; inside a worker they are summed along the tree of batch.py; when a bucket is full for
-the last time in a step it leaves for the other workers, always in the same order on all of them.
+Each micro-batch's gradients are copied into buckets and summed, inside a worker, along the tree of
+batch.py; when a bucket is full for the last time in a step it leaves for the other workers, always
+in the same order on all of them.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch.batch import Node, deal, folds, largest_nodes, tree_sum
+from megabatch.batch import Node, deal
 from megabatch.cluster import Cluster
-
-# torch 2.13 has a new name for this and warns on the old one; 2.11 has only the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def tree_all_reduce(
-    rows: Tensor, count: int, cluster: Cluster, own: Tensor | None = None
-) -> Tensor:
-    """The sum of `count` micro-batches along the tree: the same bits for any number of workers.
-
-    `rows` holds this worker's largest nodes, one a row (no row when it was dealt nothing). Every
-    worker owns a slice: it receives that slice of all nodes, finishes the tree and sends the sum
-    to all. `own` is one row more from each worker, added after the tree: for flags, which any
-    order sums exactly.
-    """
-    if cluster.world == 1:
-        return rows[0] if own is None else rows[0] + own
-    if own is not None:
-        rows = torch.cat([rows, own[None]])
-    world, length = cluster.world, rows.shape[1]
-    chunk = -(-length // world)
-    outgoing = nn.functional.pad(rows, (0, chunk * world - length))
-    outgoing = outgoing.view(len(rows), world, chunk).transpose(0, 1).reshape(-1, chunk)
-    nodes = [largest_nodes(count, interval) for interval in deal(count, world)]
-    sizes = [len(held) + (own is not None) for held in nodes]
-    incoming = rows.new_empty(sum(sizes), chunk)
-    dist.all_to_all_single(incoming, outgoing, sizes, [len(rows)] * world)
-    parts: dict[Node, Tensor] = {}
-    owns: list[Tensor] = []
-    for held, received in zip(nodes, incoming.split(sizes), strict=True):
-        parts.update(zip(held, received, strict=False))
-        owns += received[len(held) :]
-    total = tree_sum(count, parts, torch.add)
-    for row in owns:
-        total = total + row
-    gathered = rows.new_empty(world * chunk)
-    _all_gather(gathered, total)
-    return gathered[:length]
-
-
-def backend_all_reduce(rows: Tensor, own: Tensor | None = None) -> Tensor:
-    """The same sum by the backend's own all-reduce: faster, in an order that depends on the
-    workers."""
-    total = rows[0] if len(rows) == 1 else rows.sum(0)
-    if own is not None:
-        total = total + own
-    dist.all_reduce(total)
-    return total
-
-
-class TreeSum:
-    """The running sum of one flat vector over this worker's micro-batches, bracketed as the tree
-    says."""
-
-    def __init__(self, length: int, like: Tensor) -> None:
-        self._length, self._like = length, like
-        self._stack: list[Tensor] = []
-        self._spare: list[Tensor] = []
-        self.begin(0, (0, 0))
-
-    def begin(self, count: int, dealt: Node) -> None:
-        """Start a sum over `count` micro-batches of which those in `dealt` are pushed here, in
-        order.
-
-        The vectors of the sum before are free again.
-        """
-        self._spare += self._stack
-        self._stack.clear()
-        self._count, self._folds = count, _folds(count, dealt)
-        self.pushed = 0
-
-    def fresh(self) -> Tensor:
-        """A vector to fill and push, with anything in it."""
-        return self._spare.pop() if self._spare else self._like.new_empty(self._length)
-
-    def push(self, leaf: Tensor) -> None:
-        self._stack.append(leaf)
-        for _ in range(self._folds[self.pushed]):
-            right = self._stack.pop()
-            self._stack[-1] += right
-            self._spare.append(right)
-        self.pushed += 1
-
-    @property
-    def complete(self) -> bool:
-        return self.pushed == len(self._folds)
-
-    def all_reduce(self, cluster: Cluster, by_tree: bool, own: Tensor | None = None) -> Tensor:
-        """The sum over all workers; it may share memory with this one's vectors until begin()."""
-        if len(self._stack) == 1:
-            rows = self._stack[0][None]
-        else:
-            rows = (
-                torch.stack(self._stack) if self._stack else self._like.new_empty(0, self._length)
-            )
-        if by_tree or cluster.world == 1:
-            return tree_all_reduce(rows, self._count, cluster, own)
-        return backend_all_reduce(rows, own)
-
-
-@functools.cache
-def _folds(count: int, dealt: Node) -> list[int]:
-    return [fold for node in largest_nodes(count, dealt) for fold in folds(node)]
+from megabatch.senders import Exposed, Lane, Planned
+from megabatch.summation import TreeSum
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
@@ -177,33 +72,6 @@ def buckets_of(parameters: Iterable[nn.Parameter], limit_bytes: float) -> list[B
     return [Bucket(bucket) for bucket in buckets]
 
 
-class Lane:
-    """Where communication runs beside backward: a thread on CPU, a stream on CUDA; in order in
-    both."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = None if self._stream else ThreadPoolExecutor(1, "lane")
-        self._sent: list[Future[None]] = []
-
-    def send(self, work: Callable[[], None]) -> None:
-        if self._thread is not None:
-            self._sent.append(self._thread.submit(work))
-        else:
-            assert self._stream is not None
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                work()
-
-    def wait(self) -> None:
-        """Until all that was sent is done (on CUDA: the present stream waits, not the host)."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-        for sent in self._sent:
-            sent.result()
-        self._sent = []
-
-
 class GradientSum:
     """The bucket engine: begin(count), backward(...) for each micro-batch dealt here, then
     finish().
@@ -226,6 +94,8 @@ class GradientSum:
         tree: bool,
         bucket_bytes: float = 25e6,
         masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+        plan: str | None = None,
+        wire: str = "fp32",
     ) -> None:
         parameters = [p for p in module.parameters() if p.requires_grad]
         double = any(p.dtype == torch.float64 for p in parameters)
@@ -236,7 +106,14 @@ class GradientSum:
         self._buckets = buckets_of(parameters, bucket_bytes)
         self._control = TreeSum(self.RESERVED + control, like)
         self._sums: dict[TreeSum, Tensor] = {}
-        self._lane = Lane(cluster.device) if cluster.world > 1 else None
+        self._exposed = Exposed(cluster.device)
+        self._lane: Lane | None = None
+        self._planned: Planned | None = None
+        if cluster.world > 1 and plan is not None and not tree:
+            sizes = [bucket.tree.length for bucket in self._buckets]
+            self._planned = Planned(cluster, plan, wire, sizes)
+        elif cluster.world > 1:
+            self._lane = Lane(cluster.device)
         for bucket in self._buckets:
             for p in bucket.parameters:
                 p.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
@@ -274,8 +151,11 @@ class GradientSum:
         if self._cluster.first:
             own[2] = number
         self._send(self._control, own)
-        if self._lane is not None:
-            self._lane.wait()
+        if self._cluster.world > 1:
+            with self._exposed.waiting():
+                sender = self._planned or self._lane
+                assert sender is not None
+                sender.wait()
         for bucket in self._buckets:
             for p, gradient in zip(
                 bucket.parameters, bucket.views(self._sums[bucket.tree]), strict=True
@@ -287,6 +167,10 @@ class GradientSum:
         """Multiply all gradients: after finish(), to undo a loss scale."""
         for bucket in self._buckets:
             self._sums[bucket.tree].mul_(factor)
+
+    def exposed_seconds(self) -> float:
+        """How long finish() has waited for other workers since the last call."""
+        return self._exposed.seconds()
 
     def squared_norm(self) -> Tensor:
         """Of the whole gradient, after finish()."""
@@ -309,6 +193,11 @@ class GradientSum:
             self._left += 1
 
     def _send(self, tree: TreeSum, own: Tensor | None = None) -> None:
+        if self._planned is not None:
+            self._sums[tree] = total = tree.local_sum(own)
+            self._planned.send(total, self._left, is_control=own is not None)
+            return
+
         def work() -> None:
             self._sums[tree] = tree.all_reduce(self._cluster, self._by_tree, own)
 

@@ -29,7 +29,8 @@ from megabatch.parts import COUNTS, Parts, assemble
 from megabatch.precision import autocast, full_dtype
 from megabatch.process import compute_settings, stop_requests
 from megabatch.runfolder import RunFolder
-from megabatch.sync import TreeSum
+from megabatch.summation import TreeSum
+from megabatch.verdict import Clock, Facts
 
 _MOST_SKIPPED = 20
 
@@ -84,6 +85,7 @@ def train(
             show_table(config.derived(images, cluster.world), f"megabatch train {config.name}")
         log = Log(config, images, folder.for_log, quiet or not cluster.first)
         loader = Loader(train_set, config, cluster, full_dtype(config))
+        facts = _facts(config, cluster, train_set, loader)
         ending.callback(log.close)
         ending.callback(loader.close)
         if state.seen:
@@ -94,6 +96,7 @@ def train(
         pending.restore(state.pending)
         recent: deque[tuple[Step, list[tuple[int, Tensor]]]] = deque(maxlen=2)
         began, first_seen, idle = time.monotonic() - state.seconds, state.seen, state.seconds
+        clock = Clock()
 
         while state.seen < total and ended == "finished":
             step = step_at(config.all_stages, images, state.steps, state.seen, state.batch)
@@ -154,6 +157,11 @@ def train(
                 state.pending = pending.state()
                 folder.save(state, parts, began)
             idle += time.monotonic() - paused
+            clock.passed_over(time.monotonic() - paused)
+            if _due(step.epoch, epoch, 1.0):
+                clock.waited_for_others(engine.exposed_seconds())
+                waits = clock.lap(loader.waited_seconds, loader.busy_seconds)
+                log.verdict(state.steps, state.seen, waits, facts)
 
         seconds = time.monotonic() - began
         state.pending = pending.state()
@@ -176,6 +184,21 @@ def train(
         )
         folder.write("summary.json", asdict(summary))
         return summary
+
+
+def _facts(config: Config, cluster: Cluster, source: Source, loader: Loader) -> Facts:
+    """What the verdict's advice depends on."""
+    return Facts(
+        threads=loader.threads,
+        cores=max(1, len(os.sched_getaffinity(0)) // cluster.local_world),
+        size=config.data.size,
+        packed=config.data.kind == "pack",
+        stored_size=getattr(source, "stored_size", None),
+        world=cluster.world,
+        micros_a_worker=config.batch / config.micro / cluster.world,
+        wire=config.wire,
+        deterministic=config.deterministic,
+    )
 
 
 def _take_in(told: Told, config: Config, state: Any, log: Log) -> None:

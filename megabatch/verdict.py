@@ -136,6 +136,10 @@ class Clock:
         finally:
             self._paused += self._now() - began
 
+    def passed_over(self, seconds: float) -> None:
+        """Instead of `paused`, where it was measured elsewhere."""
+        self._paused += seconds
+
     def waited_for_others(self, seconds: float) -> None:
         """Instead of `communicating`, where the waiting was measured elsewhere."""
         self._communication += seconds

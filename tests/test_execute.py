@@ -26,7 +26,7 @@ from megabatch.lanes import Pending
 from megabatch.plans import HIERARCHICAL, PLANS, RING, THREE_PHASE, TORUS, Move, Phase, through
 from megabatch.plans.phase import Axis, Op
 from megabatch.segment import Scratch, Segment
-from megabatch.sync import tree_all_reduce
+from megabatch.summation import tree_all_reduce
 
 VIAS = ["backend", "ring", "halving_doubling"]
 EVERY_PLAN = [THREE_PHASE, *(through(plan, via) for plan in PLANS.values() for via in VIAS)]

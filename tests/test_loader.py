@@ -1,7 +1,6 @@
 """The loader: every image once an epoch, one order for any number of workers, from any position."""
 
 import json
-import threading
 from dataclasses import replace
 
 import pictures
@@ -196,7 +195,6 @@ def test_a_bad_image_ends_the_run_with_its_name(packs, tmp_path):
     (tmp_path / "a.arrow").write_bytes(data)
     with pytest.raises(UserError, match=r"image 4 \(train/ant/4\.JPEG\) .* checksum"):
         read(tmp_path / "a.arrow")
-    assert not [t for t in threading.enumerate() if t.name.startswith("reader") and t.daemon]
 
 
 def test_waiting_is_measured_and_reads_further_ahead():

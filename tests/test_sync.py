@@ -1,6 +1,7 @@
 """The tree over real workers, and the bucket engine: exact sums, exact means, the same bits."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import nn
 
 from megabatch.batch import deal, folds, largest_nodes, tree_sum
 from megabatch.cluster import Cluster, run_local
-from megabatch.sync import GradientSum, TreeSum, buckets_of, tree_all_reduce
+from megabatch.summation import TreeSum, tree_all_reduce
+from megabatch.sync import GradientSum, buckets_of
 
 WORLDS = (1, 2, 3, 4, 5, 7, 8)
 
@@ -112,6 +114,35 @@ def test_the_engine_sums_exactly(world):
         assert last == [[0.0, sum(indices)]] * 5
         squares = sum(7 * (i + 1) ** 2 + 5 * i**2 for i in indices)
         assert control == [squares, float(step == 1), 10.0 * step, sum(indices)]
+
+
+def gradients_by_plan(cases):
+    """Of one net, by plans of our own on a grid of two rows; and how much was exposed."""
+    cluster = Cluster.from_env(grid=(2, int(os.environ["WORLD_SIZE"]) // 2))
+    found = []
+    for plan, wire in cases:
+        net = Integers()
+        engine = GradientSum(
+            net, cluster, control=1, tree=False, bucket_bytes=50, plan=plan, wire=wire
+        )
+        for _ in range(2):
+            first, last = engine.begin(5)
+            for index in range(first, last):
+                engine.backward(net(float(index)), torch.tensor([float(index)]))
+            control = engine.finish()
+        found.append([p.grad.tolist() for p in net.parameters()] + [control.tolist()])
+        assert engine.exposed_seconds() > 0
+    return found
+
+
+@pytest.mark.parametrize("world", [4, 6])
+def test_the_engine_sums_exactly_by_any_plan(world):
+    cases = [("torus", "fp32"), ("hierarchical", "fp16"), ("hybrid", "bf16")]
+    for first, unused, last, control in run_local(world, gradients_by_plan, cases):
+        assert first == [15.0] * 7  # small whole numbers survive half precision
+        assert unused == [0.0] * 3
+        assert last == [[0.0, 10.0]] * 5
+        assert control == [7 * 55 + 5 * 30, 0.0, 0.0, 10.0]
 
 
 def mean_gradient(count, micro):

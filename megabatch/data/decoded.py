@@ -57,6 +57,12 @@ class Decoded:
     def __len__(self) -> int:
         return len(self.chosen)
 
+    @property
+    def stored_size(self) -> int | None:
+        """The shortest side a JPEG pack was made with (0: untouched; None: no JPEG pack)."""
+        pack = getattr(self.records, "pack", None)
+        return None if pack is None else pack.about.encoding.get("size")
+
     def empty(self, count: int, pinned: bool = False) -> Tensor:
         """Room for so many images, channels last: as they are decoded, and resized fastest."""
         shape = (count, self.data.size, self.data.size, self.data.channels)

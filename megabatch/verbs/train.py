@@ -27,6 +27,8 @@ class Launch:
     """local workers (None: one a GPU, or four without a GPU; under a launcher: the launcher's)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the workers compute"""
+    grid: tuple[int, int] | None = None
+    """rows and columns of workers for plans on a grid (None: a row a host)"""
     out: str | None = None
     """the run's folder (None: runs/NAME-DATE)"""
     resume: bool = False
@@ -50,7 +52,7 @@ def run(arguments: list[str]) -> int:
     if launch.resume and launch.out is None:
         raise UserError("--resume needs --out: name the folder of the run that is to go on")
     out = launch.out or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    call = (config, launch.device, out, launch.resume)
+    call = (config, launch.device, launch.grid, out, launch.resume)
     if under_launcher():
         if launch.workers is not None:
             raise UserError("--workers starts local workers, but a launcher has started these")
@@ -68,11 +70,13 @@ def run(arguments: list[str]) -> int:
     return STOPPED if summary["ended"] == "stopped" else DONE
 
 
-def train_here(config: Config, device: str, out: str, resume: bool) -> tuple[bool, dict[str, Any]]:
+def train_here(
+    config: Config, device: str, grid: tuple[int, int] | None, out: str, resume: bool
+) -> tuple[bool, dict[str, Any]]:
     """The work of one worker: whether it is the first, and the summary."""
     from megabatch.training import train
 
-    cluster = Cluster.from_env(device=device)
+    cluster = Cluster.from_env(grid, device)
     try:
         return cluster.first, asdict(train(config, cluster=cluster, out=out, resume=resume))
     finally:

@@ -1,0 +1,113 @@
+"""One order of summation: a sum over micro-batches along the tree of batch.py, over any number of
+workers, with the same bits."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megabatch.batch import Node, deal, folds, largest_nodes, tree_sum
+from megabatch.cluster import Cluster
+
+# torch 2.13 has a new name for this and warns on the old one; 2.11 has only the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def tree_all_reduce(
+    rows: Tensor, count: int, cluster: Cluster, own: Tensor | None = None
+) -> Tensor:
+    """The sum of `count` micro-batches along the tree: the same bits for any number of workers.
+
+    `rows` holds this worker's largest nodes, one a row (no row when it was dealt nothing). Every
+    worker owns a slice: it receives that slice of all nodes, finishes the tree and sends the sum
+    to all. `own` is one row more from each worker, added after the tree: for flags, which any
+    order sums exactly.
+    """
+    if cluster.world == 1:
+        return rows[0] if own is None else rows[0] + own
+    if own is not None:
+        rows = torch.cat([rows, own[None]])
+    world, length = cluster.world, rows.shape[1]
+    chunk = -(-length // world)
+    outgoing = nn.functional.pad(rows, (0, chunk * world - length))
+    outgoing = outgoing.view(len(rows), world, chunk).transpose(0, 1).reshape(-1, chunk)
+    nodes = [largest_nodes(count, interval) for interval in deal(count, world)]
+    sizes = [len(held) + (own is not None) for held in nodes]
+    incoming = rows.new_empty(sum(sizes), chunk)
+    dist.all_to_all_single(incoming, outgoing, sizes, [len(rows)] * world)
+    parts: dict[Node, Tensor] = {}
+    owns: list[Tensor] = []
+    for held, received in zip(nodes, incoming.split(sizes), strict=True):
+        parts.update(zip(held, received, strict=False))
+        owns += received[len(held) :]
+    total = tree_sum(count, parts, torch.add)
+    for row in owns:
+        total = total + row
+    gathered = rows.new_empty(world * chunk)
+    _all_gather(gathered, total)
+    return gathered[:length]
+
+
+class TreeSum:
+    """The running sum of one flat vector over this worker's micro-batches, bracketed as the tree
+    says."""
+
+    def __init__(self, length: int, like: Tensor) -> None:
+        self.length, self._like = length, like
+        self._stack: list[Tensor] = []
+        self._spare: list[Tensor] = []
+        self.begin(0, (0, 0))
+
+    def begin(self, count: int, dealt: Node) -> None:
+        """Start a sum over `count` micro-batches of which those in `dealt` are pushed here, in
+        order.
+
+        The vectors of the sum before are free again.
+        """
+        self._spare += self._stack
+        self._stack.clear()
+        self._count, self._folds = count, _folds(count, dealt)
+        self.pushed = 0
+
+    def fresh(self) -> Tensor:
+        """A vector to fill and push, with anything in it."""
+        return self._spare.pop() if self._spare else self._like.new_empty(self.length)
+
+    def push(self, leaf: Tensor) -> None:
+        self._stack.append(leaf)
+        for _ in range(self._folds[self.pushed]):
+            right = self._stack.pop()
+            self._stack[-1] += right
+            self._spare.append(right)
+        self.pushed += 1
+
+    @property
+    def complete(self) -> bool:
+        return self.pushed == len(self._folds)
+
+    def all_reduce(self, cluster: Cluster, by_tree: bool, own: Tensor | None = None) -> Tensor:
+        """The sum over all workers; it may share memory with this one's vectors until begin()."""
+        if by_tree or cluster.world == 1:
+            return tree_all_reduce(self._rows(), self._count, cluster, own)
+        total = self.local_sum(own)
+        dist.all_reduce(total)
+        return total
+
+    def local_sum(self, own: Tensor | None = None) -> Tensor:
+        """What this worker contributes to a sum in any order."""
+        rows = self._rows()
+        total = rows[0] if len(rows) == 1 else rows.sum(0)
+        return total if own is None else total + own
+
+    def _rows(self) -> Tensor:
+        if len(self._stack) == 1:
+            return self._stack[0][None]
+        return torch.stack(self._stack) if self._stack else self._like.new_empty(0, self.length)
+
+
+@functools.cache
+def _folds(count: int, dealt: Node) -> list[int]:
+    return [fold for node in largest_nodes(count, dealt) for fold in folds(node)]
