@@ -1,8 +1,8 @@
-"""Claim: each method wins back accuracy that a batch of a third of the training images costs.
+"""What each method wins back of the accuracy that a batch of a third of the training images costs.
 
 The digits recipe for 20 epochs, with nothing and then with one method more a rung: linear scaling
-and warm-up (Goyal 2017), LARS (You 2018), batch-size control (Mikami 2018). Runs are deterministic:
-the same table on any machine of one kind. `--docs docs/ladder.md` puts it there.
+and warm-up (Goyal 2017), LARS (You 2018), batch-size control (Mikami 2018); then two controls. Runs
+are deterministic: the same table on any machine of one kind. `--docs docs/ladder.md` puts it there.
 """
 
 import json as jsonlib
@@ -41,6 +41,9 @@ RUNGS: dict[str, Config] = {
     "+ batch-size control": replace(
         _recipe, batch=LARGE // 5, stages=(Stage(6, LARGE // 2), Stage(12, LARGE))
     ),
+    # What the last two rungs owe to warm-up, and to the steps that a small first batch buys.
+    "control: LARS, no warm-up": replace(_recipe, batch=LARGE, lr=replace(_recipe.lr, warmup=0)),
+    "control: LARS, as many steps": replace(_recipe, batch=192),
 }
 
 

@@ -42,6 +42,21 @@ def parameter_groups(module: nn.Module, weight_decay: float, *, share: float = 1
     return [group for group in groups if group["params"]]
 
 
+class Gate:
+    """Lets a step through, or leaves everything as it was, without the host knowing which."""
+
+    def __init__(self, good: Tensor) -> None:
+        self._good = good
+
+    def passed(self, updates: Tensors) -> Tensors:
+        """Updates, or zeros."""
+        return torch._foreach_mul(updates, self._good.to(updates[0].dtype))
+
+    def decay(self, factor: float, buffers: Tensors) -> Tensor:
+        """A factor of buffers: 1 where the step does not count."""
+        return torch.where(self._good, buffers[0].new_full((), factor), 1.0)
+
+
 class Adaptation(NamedTuple):
     """What one weight saw in the last step: 0-dim float64 tensors on its device."""
 
@@ -73,7 +88,7 @@ class _Layerwise(torch.optim.Optimizer):
         """Update the weights that have a gradient; the host never waits for the device.
 
         `good`, a boolean on the device, says whether the step counts: where it is false weights and
-        buffers stay as they were (an overflow of half precision, say).
+        buffers stay as they were. Gradients must be finite then too: set them to 0.
         """
         loss = None
         if closure is not None:
@@ -86,33 +101,11 @@ class _Layerwise(torch.optim.Optimizer):
         ]
         if any(p.grad.layout != torch.strided for _, weights in work for p in weights):
             raise ValueError(f"{type(self).__name__} needs dense gradients, got a sparse one.")
-        for group in self.param_groups:
-            self._prepare(group)
-        kept = None if good is None else self._tensors(copied=True)
+        gate = None if good is None else Gate(good)
         for group, weights in work:
             if weights:
-                self._update(group, weights, [p.grad for p in weights])
-        if good is not None and kept is not None:
-            for key, tensor in self._tensors(copied=False).items():
-                # A buffer that this step made holds nothing if the step does not count.
-                old = kept.get(key, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
-                tensor.copy_(torch.where(good, tensor, old))
+                self._update(group, weights, [p.grad for p in weights], gate)
         return loss
-
-    def _tensors(self, copied: bool) -> dict[Any, Tensor]:
-        """All weights and buffers that a step may change."""
-        found: dict[Any, Tensor] = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    found[p] = p
-                    for name, value in self.state.get(p, {}).items():
-                        if isinstance(value, Tensor):
-                            found[p, name] = value
-        return {key: tensor.clone() for key, tensor in found.items()} if copied else found
-
-    def _prepare(self, group: Group) -> None:
-        """What happens to a group's buffers whether or not the step counts."""
 
     @property
     def ratios(self) -> dict[Tensor, Adaptation]:
@@ -128,7 +121,9 @@ class _Layerwise(torch.optim.Optimizer):
             if not group[name] >= 0:  # so that nan is refused too
                 raise ValueError(f"{name} must not be negative, got {group[name]}.")
 
-    def _update(self, group: Group, weights: list[Tensor], gradients: list[Tensor]) -> None:
+    def _update(
+        self, group: Group, weights: list[Tensor], gradients: list[Tensor], gate: Gate | None
+    ) -> None:
         raise NotImplementedError
 
     def _note(
@@ -199,7 +194,9 @@ class LARS(_Layerwise):
         if group["momentum_correction"] and group["form"] != "paper":
             raise ValueError("momentum_correction is for the paper form alone.")
 
-    def _update(self, group: Group, weights: list[Tensor], gradients: list[Tensor]) -> None:
+    def _update(
+        self, group: Group, weights: list[Tensor], gradients: list[Tensor], gate: Gate | None
+    ) -> None:
         rate = group["lr"] * group["share"]
         # The forms differ in nothing but the side of the momentum buffer on which the rate stands.
         inside, outside = (rate, 1.0) if group["form"] == "paper" else (1.0, rate)
@@ -213,12 +210,19 @@ class LARS(_Layerwise):
         elif group["form"] == "paper":
             updates = torch._foreach_mul(updates, inside)
 
+        if group["momentum_correction"]:
+            self._correct_momentum(group, rate)
+        if gate is not None:
+            updates = gate.passed(updates)
         if group["momentum"] != 0:
-            buffers = self._accumulate(group["momentum"], weights, updates)
+            decay = group["momentum"] if gate is None else gate.decay(group["momentum"], weights)
+            buffers = self._accumulate(decay, weights, updates)
             if group["nesterov"]:
                 updates = torch._foreach_add(updates, buffers, alpha=group["momentum"])
             else:
                 updates = buffers
+            if gate is not None:
+                updates = gate.passed(updates)
         torch._foreach_add_(weights, updates, alpha=-outside)
 
     def _ratios(
@@ -233,11 +237,7 @@ class LARS(_Layerwise):
             ratios = (ratios / rate).clamp(max=1.0)
         return self._note(weights, ratios, weight_norms, gradient_norms)
 
-    def _prepare(self, group: Group) -> None:
-        """Momentum correction."""
-        if not group["momentum_correction"]:
-            return
-        rate = group["lr"] * group["share"]
+    def _correct_momentum(self, group: Group, rate: float) -> None:
         previous, group["previous_rate"] = group["previous_rate"], rate
         # All buffers of the group, also those of weights without a gradient in this step: there is
         # one previous rate for all of them.
@@ -246,7 +246,9 @@ class LARS(_Layerwise):
         if buffers and previous not in (0, rate):
             torch._foreach_mul_(buffers, rate / previous)
 
-    def _accumulate(self, momentum: float, weights: list[Tensor], updates: Tensors) -> list[Tensor]:
+    def _accumulate(
+        self, momentum: float | Tensor, weights: list[Tensor], updates: Tensors
+    ) -> list[Tensor]:
         states = [self.state[p] for p in weights]
         moving = [i for i, state in enumerate(states) if "momentum_buffer" in state]
         if moving:
@@ -263,7 +265,8 @@ class LAMB(_Layerwise):
     """Adam with decoupled decay whose step is scaled, weight by weight, by |w| / |step|.
 
     As in the MLPerf reference, both moments are bias-corrected and the ratio is not bounded. The
-    reference clips the gradient's global norm to 1 first; that is left to the caller.
+    reference clips the gradient's global norm to 1 first; that is left to the caller. A step that
+    does not count still counts in the bias correction, whose clock is the host's.
     """
 
     def __init__(
@@ -282,7 +285,9 @@ class LAMB(_Layerwise):
         if not all(0 <= beta < 1 for beta in group["betas"]):
             raise ValueError(f"betas must lie in [0, 1), got {group['betas']}.")
 
-    def _update(self, group: Group, weights: list[Tensor], gradients: list[Tensor]) -> None:
+    def _update(
+        self, group: Group, weights: list[Tensor], gradients: list[Tensor], gate: Gate | None
+    ) -> None:
         rate = group["lr"] * group["share"]
         beta1, beta2 = group["betas"]
         states = [self.state[p] for p in weights]
@@ -295,11 +300,13 @@ class LAMB(_Layerwise):
         means = [state["exp_avg"] for state in states]
         squares = [state["exp_avg_sq"] for state in states]
 
-        torch._foreach_lerp_(means, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
+        # Through a closed gate the gradients are 0: the moments stay if they do not decay either.
+        torch._foreach_mul_(means, beta1 if gate is None else gate.decay(beta1, means))
+        torch._foreach_add_(means, gradients, alpha=1 - beta1)
+        torch._foreach_mul_(squares, beta2 if gate is None else gate.decay(beta2, squares))
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
 
-        steps = torch._foreach_div(means, [1 - beta1 ** state["step"] for state in states])
+        steps: Tensors = torch._foreach_div(means, [1 - beta1 ** state["step"] for state in states])
         scales = torch._foreach_div(squares, [1 - beta2 ** state["step"] for state in states])
         torch._foreach_sqrt_(scales)
         torch._foreach_add_(scales, group["eps"])
@@ -310,6 +317,8 @@ class LAMB(_Layerwise):
             weight_norms, step_norms = _norms(weights), _norms(steps)
             ratios = self._note(weights, weight_norms / step_norms, weight_norms, step_norms)
             torch._foreach_mul_(steps, ratios.unbind())
+        if gate is not None:
+            steps = gate.passed(steps)
         torch._foreach_add_(weights, steps, alpha=-rate)
 
 

@@ -5,6 +5,7 @@ hide."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,8 @@ from megabatch.cluster import Cluster
 from megabatch.execute import WIRES, Pipeline
 from megabatch.heartbeat import Heartbeat, compare
 from megabatch.lanes import Pending
+
+_engines = itertools.count()  # the same on every worker: they make the same engines
 
 
 class Exposed:
@@ -86,7 +89,8 @@ class Planned:
         backend = "nccl" if cluster.device.type == "cuda" else "gloo"
         self._choice = cluster.agree(lambda: choose(plan, backend, grid=cluster.grid))
         self._wire = WIRES[wire]
-        compare(cluster, "buckets", f"{sizes} {self._choice.digest()} {wire}")
+        said = f"buckets of {sizes} elements, {wire} on the wire, plans {self._choice.digest()}"
+        compare(cluster, f"engine {next(_engines)}", said)
         self._heartbeat = Heartbeat(cluster)
         self._pipeline = Pipeline(
             cluster, on_phase=self._heartbeat.at, on_error=self._heartbeat.failed

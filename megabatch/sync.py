@@ -39,8 +39,9 @@ class Bucket:
         self.tree.begin(count, dealt)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        pieces = flat.split(self.sizes)
-        return [piece.view_as(p) for piece, p in zip(pieces, self.parameters, strict=True)]
+        # In each parameter's own layout: else what works on many tensors at once takes them singly.
+        pieces = zip(flat.split(self.sizes), self.parameters, strict=True)
+        return [piece.as_strided(p.shape, p.stride()) for piece, p in pieces]
 
     def collect(self) -> Tensor:
         """Move the parameters' gradients into the tree; returns their sum of squares."""
@@ -163,10 +164,12 @@ class GradientSum:
                 self._masters.get(p, p).grad = gradient
         return self._sums[self._control]
 
-    def scale(self, factor: Tensor) -> None:
-        """Multiply all gradients: after finish(), to undo a loss scale."""
+    def scale(self, factor: Tensor | None, good: Tensor) -> None:
+        """After finish(): undo a loss scale, and make gradients 0 where the step does not count."""
         for bucket in self._buckets:
-            self._sums[bucket.tree].mul_(factor)
+            if factor is not None:
+                self._sums[bucket.tree].mul_(factor)
+            self._sums[bucket.tree].masked_fill_(~good, 0.0)
 
     def exposed_seconds(self) -> float:
         """How long finish() has waited for other workers since the last call."""

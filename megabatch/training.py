@@ -120,8 +120,7 @@ def train(
 
             # The update. Whether it counts is decided on the device, alike on every worker.
             good = torch.isfinite(control[0])
-            if scale.on:
-                engine.scale(1 / scale.value)
+            engine.scale(1 / scale.value if scale.on else None, good)
             optimizer.step(good=good)
             parts.masters.write_back()
             head = engine.RESERVED + COUNTS
