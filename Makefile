@@ -30,8 +30,11 @@ test-systems: install
 	scripts/install-systems.sh
 	$(BIN)/pytest -m systems
 
+# The second half wants root (network namespaces) and a machine with nothing else to do.
 bench: install
 	$(BIN)/python benchmarks/lars.py
+	$(BIN)/python benchmarks/hosts.py --hosts 4 --workers 4 --rate 200mbit -- \
+		$(BIN)/megabatch bench sync --out results/sync/4x4-200mbit.json --machine results/sync/machine.json
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,6 +6,7 @@ when the receiver has said that it is ready. NCCL takes the sends and receives o
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch import Tensor
 from megabatch.plans import Group, Move, Phase
 from megabatch.segment import Scratch, Segment
 
+_PATIENCE_SECONDS = 2.0
 _TAG = 7 << 16  # apart from sends that the user makes in the same group
 
 
@@ -98,14 +100,21 @@ class ThreadLane:
     def __init__(self, index: int, device: torch.device, on_error: OnError) -> None:
         self.index, self._on_error = index, on_error
         self.scratch = Scratch(device)
-        self._work: SimpleQueue[tuple[Walk, Pending]] = SimpleQueue()
+        self._work: SimpleQueue[tuple[Walk, Pending] | None] = SimpleQueue()
         self._expected: deque[list[tuple[Move, Tensor, Any]]] = deque()
         self._sent: list[Any] = []
-        # A daemon: after a fault it may wait for ever, and the process must still end.
-        threading.Thread(target=self._serve, name=f"lane {index}", daemon=True).start()
+        # A daemon: after a fault it may wait for ever, and the process must still end. Otherwise it
+        # ends before the interpreter does, which would cut it off inside torch and abort.
+        self._thread = threading.Thread(target=self._serve, name=f"lane {index}", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     def run(self, walk: Walk, pending: Pending) -> None:
         self._work.put((walk, pending))
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join(_PATIENCE_SECONDS)
 
     def begin(self, parts: tuple[Part, ...], segment: Segment) -> None:
         """Post all receives of a segment.
@@ -141,8 +150,8 @@ class ThreadLane:
 
     def _serve(self) -> None:
         with torch.no_grad():
-            while True:
-                walk, pending = self._work.get()
+            while (work := self._work.get()) is not None:
+                walk, pending = work
                 try:
                     walk(self)
                 except BaseException as error:

@@ -67,7 +67,6 @@ def test_the_table_of_derived_numbers():
             {"optimizer": Optimizer(form="pytorch", momentum_correction=True)},
             "momentum_correction belongs to --optimizer.form paper",
         ),
-        ({"data": Data(source="folder")}, "no folder of images was named"),
         ({"data": Data(size=0)}, "data.size is 0"),
         ({"data": Data(channels=2)}, "data.channels is 2"),
         ({"data": Data(val_share=1.0)}, "data.val_share is 1"),

@@ -1,5 +1,6 @@
 """The verdict: right on injected delays, and advice that follows from the facts."""
 
+import statistics
 import threading
 import time
 from dataclasses import replace
@@ -74,8 +75,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_injected_is_what_is_found(case):
     delays, bound = CASES[case]
-    found = verdict(epoch(*delays), FACTS)
-    assert found.bound == bound, found
+    # Real sleeps: on a busy machine one may last far longer than asked for, but hardly thrice.
+    found = [verdict(epoch(*delays), FACTS) for _ in range(3)]
+    assert statistics.mode(verdict.bound for verdict in found) == bound, found
 
 
 def test_the_shares_are_those_of_the_time():

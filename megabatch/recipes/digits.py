@@ -10,6 +10,9 @@ def digits() -> Config:
     """A small ResNet on scikit-learn's 8 x 8 digits, LARS, warm-up, and a batch that grows twice.
 
     Command:   megabatch train digits
+    Hardware:  two CPU cores, four workers
+    Time:      13 s
+    Accuracy:  98.9 % top-1 of 359 held-out digits (98.3 to 99.2 over seeds)
     """
     return Config(
         name="digits",

@@ -95,7 +95,7 @@ def _flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
         if getattr(asked, field) != getattr(recipe, field)
     }
     # Another length or batch stretches the whole recipe; what is given explicitly still wins.
-    flags = read(recipe.resized(**changed))
+    flags = read(recipes.named(name, **changed))
     return flags.config.check(), flags.launch
 
 

@@ -44,7 +44,7 @@ class Origin(Protocol):
 def open_origin(path: Path) -> Origin:
     """The data set at a path, of whatever kind it is."""
     if not path.exists():
-        raise UserError(f"there is no {path}: name a folder or an archive of images to pack")
+        raise UserError(f"there is no {path}: name a folder or an archive of images")
     kinds = (cifar, idx, parquet, tars, folders)
     for kind in kinds:
         if kind.found_at(path):
