@@ -1,0 +1,97 @@
+"""The README and docs name only what exists: targets, verbs, flags, names, files, numbers'
+commands."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import megabatch as mb
+from megabatch.cli import VERBS
+from megabatch.config import UserError
+from megabatch.recipes import RECIPES
+from megabatch.verbs import train as train_verb
+
+ROOT = Path(mb.__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("results/**/*.md")])
+README = (ROOT / "README.md").read_text()
+
+
+def commands(text):
+    """Lines of shell blocks, continued lines joined, comments left out."""
+    for block in re.findall(r"```(?:sh|bash)?\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True) if line.count("'") % 2 == 0 else []
+            if words:
+                yield words
+
+
+def commands_of(program):
+    return [
+        (page.relative_to(ROOT).as_posix(), words[words.index(program) :])
+        for page in PAGES
+        for words in commands(page.read_text())
+        if program in words
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_every_command_has_a_verb_that_exists():
+    found = commands_of("megabatch")
+    assert len(found) > 10
+    for page, words in found:
+        if len(words) > 1 and re.fullmatch("[a-z]+", words[1]):
+            assert words[1] in VERBS, (page, words)
+
+
+def test_every_train_command_would_be_accepted():
+    checked = 0
+    for page, (_, verb, *rest) in [c for c in commands_of("megabatch") if len(c[1]) > 2]:
+        if verb != "train" or rest[0] not in RECIPES or any("$" in word for word in rest):
+            continue
+        plain = [word for word in rest if word not in ("W", "...")]
+        try:
+            train_verb._flags(plain[0], plain[1:])
+        except UserError as error:
+            raise AssertionError(f"{page}: {' '.join(rest)}: {error}") from None
+        checked += 1
+    assert checked >= 3
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"install", "train", "test", "test-systems", "lint", "bench"} <= targets
+    for page, words in commands_of("make"):
+        assert words[1] in targets, page
+
+
+def test_names_in_the_readmes_python_exist():
+    for name in set(re.findall(r"\bmb\.([A-Za-z_]+)", README)):
+        assert hasattr(mb, name), name
+    assert mb.plans.prove(mb.plans.TORUS, y=3, x=5) is True
+    lr = mb.join(mb.warmup(5, to=29.0), mb.poly(85, power=2))
+    assert lr(5) == 29.0
+
+
+def test_scripts_that_are_named_are_there():
+    for page in PAGES:
+        for script in re.findall(r"\b((?:benchmarks|examples|scripts)/\w+\.\w+)", page.read_text()):
+            assert (ROOT / script).exists(), (page, script)
+
+
+def test_the_tree_in_the_readme_names_rooms_that_exist():
+    tree = README.split("## The tree")[1].split("```")[1]
+    named = re.findall(r"\b(\w+\.py|\w+/)(?=\s|;|:|,|$)", tree)
+    rooms = {path.name for path in (ROOT / "megabatch").glob("*.py")}
+    folders = {path.name + "/" for path in (*ROOT.iterdir(), *(ROOT / "megabatch").iterdir())}
+    for name in named:
+        assert name in rooms | folders, name
+    missing = {name for name in rooms - {"__init__.py"} if name not in tree}
+    assert not missing
