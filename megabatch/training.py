@@ -136,7 +136,7 @@ def train(
             if told is not None:
                 skipped = skipped + 1 if told.skipped else 0
                 _take_in(told, config, state, log)
-                if skipped == _MOST_SKIPPED or (_diverged(told) and not scale.dynamic):
+                if skipped == _MOST_SKIPPED or _diverged(told, config):
                     raise _diagnosis(told, parts, recent, folder, cluster)
                 if told.stop:
                     ended = "stopped"
@@ -168,6 +168,8 @@ def train(
         told = pending.take()
         if told is not None:
             _take_in(told, config, state, log)
+            if _diverged(told, config):
+                raise _diagnosis(told, parts, recent, folder, cluster)
         cluster.barrier()
         summary = Summary(
             **state.evaluation,
@@ -306,8 +308,9 @@ def _with_own_parts(config: Config, model: nn.Module | None, data: Any) -> Confi
     return config
 
 
-def _diverged(told: Told) -> bool:
-    return told.skipped or not math.isfinite(told.loss)
+def _diverged(told: Told, config: Config) -> bool:
+    """A loss that is no number ends the run; in fp16 it may be an overflow that a skip mends."""
+    return not math.isfinite(told.loss) and config.precision != "fp16"
 
 
 def _diagnosis(
