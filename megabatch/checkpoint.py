@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from megabatch.durable import sync
 
 _WEIGHTS, _OPTIMIZER, _EXTRA = "model.safetensors", "optimizer.safetensors", "extra.safetensors"
 _STATE = "state.json"
@@ -47,10 +48,10 @@ def save(
     record = {"state": state, "optimizer": rest, "sha256": sums}
     (partial / _STATE).write_text(json.dumps(record, indent=2) + "\n")
     for path in (*partial.iterdir(), partial):
-        _sync(path)
+        sync(path)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    _sync(folder)
+    sync(folder)
     for old in list(_newest_first(folder))[keep:]:
         shutil.rmtree(old)
     return final
@@ -133,11 +134,3 @@ def _good(path: Path) -> bool:
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

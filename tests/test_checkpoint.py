@@ -73,7 +73,7 @@ def test_a_save_that_fails_half_way_leaves_the_old_one(tmp_path, monkeypatch):
         calls.append(arguments)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_sync", full)
+    monkeypatch.setattr(checkpoint, "sync", full)
     with pytest.raises(OSError, match="No space"):
         checkpoint.save(tmp_path, net, optimizer, {"seen": 20}, keep=1)
     monkeypatch.undo()

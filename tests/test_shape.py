@@ -23,7 +23,7 @@ TORCH_FREE = [
 
 # Each room may import those before it in this list (and its own); nothing goes up.
 LEVELS = [
-    ["schedule", "batch", "plans", "models"],
+    ["schedule", "batch", "plans", "models", "durable"],
     ["config"],
     ["recipes", "cluster", "keyed", "planner"],
     ["segment", "lanes", "heartbeat", "verdict", "batchnorm", "optim", "checkpoint", "noise"],

@@ -32,6 +32,7 @@ from megabatch.data.origins import Origin
 from megabatch.data.packfile import About
 from megabatch.data.packwriter import Index, write
 from megabatch.data.source import hold_out_order
+from megabatch.durable import sync
 
 PART = 1024
 _AHEAD = 4  # images in the hands of each thread's queue
@@ -108,7 +109,7 @@ def pack(
             file.flush()
             os.fsync(file.fileno())
         os.replace(whole, out)
-        _sync_folder(out.parent)
+        sync(out.parent)
         splits = {name: last - first for name, (first, last) in about.splits.items()}
     shutil.rmtree(folder)
     return Packed(out, len(good), bad, splits, out.stat().st_size, kept)
@@ -283,11 +284,3 @@ def _locked(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(f"another process is packing into {folder} already") from None
         yield
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
