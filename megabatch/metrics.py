@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
@@ -121,10 +121,9 @@ class Log:
         if self._console.is_terminal and not quiet:
             self._progress = Progress(
                 TextColumn("epoch {task.fields[epoch]:.1f}/{task.fields[epochs]:g}"),
-                BarColumn(),
+                BarColumn(bar_width=12),
                 TextColumn("{task.percentage:3.0f}%  batch {task.fields[batch]}"),
                 TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} images/s"),
-                TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
                 console=self._console,

@@ -103,7 +103,7 @@ def _input_advice(waits: Waits, facts: Facts) -> str:
 def _communication_advice(facts: Facts) -> str:
     ways: list[str] = []
     if facts.wire == "fp32" and not facts.deterministic:
-        ways.append("send gradients as fp16")
+        ways.append("send gradients as fp16 (--plan torus --wire fp16)")
     if facts.micros_a_worker < 4:
         ways.append(f"use a larger batch or fewer than {facts.world} workers")
     return " or ".join(ways) or "try another plan: megabatch bench sync measures them all"
