@@ -114,9 +114,8 @@ def test_advice_on_communication():
     waits = Waits(seconds=100, input=6, communication=22)
     facts = replace(FACTS, world=8, micros_a_worker=1.0)
     assert str(verdict(waits, facts)) == (
-        "communication-bound 22 %: send gradients as fp16 (--plan torus --wire fp16) or use a larger "
-        "batch or fewer than 8 "
-        "workers"
+        "communication-bound 22 %: send gradients as fp16 (--plan torus --wire fp16) or use a "
+        "larger batch or fewer than 8 workers"
     )
     exact = replace(facts, deterministic=True, micros_a_worker=16)
     assert str(verdict(waits, exact)).endswith("megabatch bench sync measures them all")
