@@ -206,10 +206,13 @@ def test_one_worker_needs_no_process_group():
     assert torch.equal(tree_all_reduce(torch.ones(1, 3), 1, cluster), torch.ones(3))
 
 
-def launches(world_steps):
+def launches(compiled):
     """When each bucket left, as the number of gradients that had arrived by then."""
     cluster = Cluster.from_env()
-    net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
+    blocks = [nn.Linear(8, 8, bias=False) for _ in range(6)]
+    if compiled:  # block by block; a whole compiled model delivers its gradients at the end
+        blocks = [torch.compile(block, backend="aot_eager") for block in blocks]
+    net = nn.Sequential(*blocks)
     engine = GradientSum(net, cluster, control=0, tree=True, bucket_bytes=8 * 8 * 4)
     arrived, left = [], []
     for p in net.parameters():
@@ -222,8 +225,9 @@ def launches(world_steps):
     return left
 
 
-def test_buckets_leave_while_backward_goes_on():
-    left = run_local(2, launches, 1)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled by block"])
+def test_buckets_leave_while_backward_goes_on(compiled):
+    left = run_local(2, launches, compiled)
     assert len(left) == 7  # six buckets and the control vector
     assert left[0] < 3  # the first is under way before half of backward
 
