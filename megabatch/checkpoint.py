@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -58,8 +58,13 @@ def save(
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint that verifies."""
-    return next((path for path in _newest_first(folder) if _good(path)), None)
+    """The newest checkpoint that verifies; damaged ones are left out, and that is said."""
+    for path in _newest_first(folder):
+        fault = _fault(path)
+        if fault is None:
+            return path
+        print(f"megabatch: the checkpoint {path} is left out: {fault}", file=sys.stderr)
+    return None
 
 
 def seen(path: Path) -> int:
@@ -123,12 +128,14 @@ def _newest_first(folder: Path) -> Iterator[Path]:
     yield from sorted(folder.glob("seen-*"), reverse=True)
 
 
-def _good(path: Path) -> bool:
+def _fault(path: Path) -> str | None:
+    """Why a checkpoint cannot be trusted; None when it can."""
     try:
         sums = json.loads((path / _STATE).read_text())["sha256"]
-        return all(_checksum(path / name) == wanted for name, wanted in sums.items())
-    except (OSError, ValueError, KeyError, SafetensorError):
-        return False
+        bad = [name for name, wanted in sums.items() if _checksum(path / name) != wanted]
+    except (OSError, ValueError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"the checksum of {bad[0]} does not agree" if bad else None
 
 
 def _checksum(path: Path) -> str:

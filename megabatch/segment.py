@@ -19,7 +19,7 @@ from megabatch.plans.message import Slice, piece
 from megabatch.plans.phase import Op
 
 # torch 2.13 has new names for these and warns on the old ones; 2.11 has only the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -156,12 +156,12 @@ def _gather(buffer: Tensor, place: int, members: int, group: dist.ProcessGroup) 
     """Bring piece i of the buffer from member i."""
     first, last = piece(place, members).bounds(len(buffer))
     if len(buffer) % members == 0:
-        _all_gather(buffer, buffer[first:last].clone(), group=group)
+        all_gather(buffer, buffer[first:last].clone(), group=group)
         return
     own = buffer.new_zeros(-(-len(buffer) // members))
     own[: last - first] = buffer[first:last]
     rows = buffer.new_empty(members, len(own))
-    _all_gather(rows.view(-1), own, group=group)
+    all_gather(rows.view(-1), own, group=group)
     for row, (first, last) in zip(rows, _bounds(len(buffer), members), strict=True):
         buffer[first:last] = row[: last - first]
 

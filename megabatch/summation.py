@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from megabatch.batch import Node, deal, folds, largest_nodes, tree_sum
 from megabatch.cluster import Cluster
-
-# torch 2.13 has a new name for this and warns on the old one; 2.11 has only the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from megabatch.segment import all_gather
 
 
 def tree_all_reduce(
@@ -47,7 +45,7 @@ def tree_all_reduce(
     for row in owns:
         total = total + row
     gathered = rows.new_empty(world * chunk)
-    _all_gather(gathered, total)
+    all_gather(gathered, total)
     return gathered[:length]
 
 

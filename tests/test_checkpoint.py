@@ -44,7 +44,7 @@ def test_five_steps_saved_and_five_more_are_ten(tmp_path):
     assert checkpoint.weights_sha256(net) == checkpoint.weights_sha256(whole)
 
 
-def test_the_newest_good_one_is_taken(tmp_path):
+def test_the_newest_good_one_is_taken(tmp_path, capsys):
     net, optimizer = trained(range(1))
     for seen in (10, 20, 30, 40):
         checkpoint.save(tmp_path, net, optimizer, {"seen": seen}, keep=3)
@@ -58,6 +58,7 @@ def test_the_newest_good_one_is_taken(tmp_path):
     content[-1] ^= 1
     damaged.write_bytes(content)
     assert checkpoint.seen(checkpoint.newest(tmp_path)) == 30
+    assert "optimizer.safetensors does not agree" in capsys.readouterr().err
     (tmp_path / f"seen-{30:012d}" / "state.json").write_text("{")
     assert checkpoint.seen(checkpoint.newest(tmp_path)) == 20
     shutil.rmtree(tmp_path / f"seen-{20:012d}")

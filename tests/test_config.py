@@ -100,12 +100,15 @@ def test_json_brings_back_the_same_config(name, epochs, momentum, seed):
 def test_resizing_keeps_a_recipes_proportions(name):
     recipe = mb.recipes.named(name)
     longer = recipe.resized(epochs=recipe.epochs * 2, batch=recipe.batch * 4)
+    grow = 1 if recipe.lr.per is None else 4
+    peak = mb.linear_scaling(recipe.lr.reference, recipe.batch, recipe.lr.per)
     for share in (0.0, 0.05, 0.3, 0.6, 0.99):
         then, now = (c.lr_at(share * c.epochs) for c in (recipe, longer))
-        grow = 1 if recipe.lr.per is None else 4
-        start = recipe.lr.start
-        if share * recipe.epochs >= recipe.lr.warmup or start == 0:
-            assert now == pytest.approx(then * grow, rel=1e-9, abs=1e-12) or recipe.lr.end > 0
+        # Where a ramp begins and a decay ends is absolute; what lies between peak and there scales.
+        warming = share * recipe.epochs < recipe.lr.warmup
+        fixed = recipe.lr.start if warming else recipe.lr.end
+        part = (then - fixed) / (peak - fixed)
+        assert now == pytest.approx(fixed + part * (grow * peak - fixed), rel=1e-9, abs=1e-12)
     assert [s.batch for s in longer.stages] == [4 * s.batch for s in recipe.stages]
     assert [s.epoch for s in longer.stages] == [2 * s.epoch for s in recipe.stages]
     assert recipe.resized() == recipe
