@@ -143,7 +143,7 @@ def check(packs: dict[str, Path], device: Cluster) -> dict[str, float]:
 
 def first_images(config: Config, cluster: Cluster):
     train, _ = open_sources(config)
-    with contextlib.closing(Loader(train, config, cluster, torch.float32)) as loader:
+    with contextlib.closing(Loader(train, None, config, cluster, torch.float32)) as loader:
         step = next(steps(config.all_stages, len(train), config.epochs))
         return next(loader.share(step))
 
@@ -167,7 +167,7 @@ def contenders(packs: dict[str, Path], micro: int) -> dict[str, Config]:
 def measure(config: Config, device: Cluster, arguments: argparse.Namespace) -> float | str:
     train, _ = open_sources(config)
     try:
-        loader = Loader(train, config, device, torch.float32)
+        loader = Loader(train, None, config, device, torch.float32)
     except UserError as error:
         return str(error)
     with contextlib.closing(loader):
@@ -221,7 +221,7 @@ def step_losses(
             continue
         train, _ = open_sources(config)
         try:
-            loader = Loader(train, config, device, torch.float32)
+            loader = Loader(train, None, config, device, torch.float32)
         except UserError:
             continue
         with contextlib.closing(loader):

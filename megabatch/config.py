@@ -76,7 +76,10 @@ class Data:
     resize: int = 0
     """for evaluation: shorter side before the centre crop (0: size * 8 / 7)"""
     threads: int = 0
-    """threads a worker decodes images with (0: its share of the cores)"""
+    """threads or processes a worker decodes images with (0: its share of the cores)"""
+    processes: Literal["auto", "always", "never"] = "auto"
+    """decode in processes beside the one that trains (auto: where there is enough to read), or in
+    its threads"""
     resident: Literal["auto", "always", "never"] = "auto"
     """images of one size that fit live in the GPU's memory (auto), must (always) or do not"""
     shared: Literal["auto", "always", "never"] = "auto"

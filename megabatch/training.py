@@ -20,7 +20,7 @@ from megabatch.batch import Step, deal, step_at
 from megabatch.batchnorm import move_averages, statistics
 from megabatch.cluster import Cluster
 from megabatch.config import Config, RunFailed, UserError
-from megabatch.data.loader import Loader, MicroBatch, validation
+from megabatch.data.loader import Loader, MicroBatch
 from megabatch.data.source import Source, open_sources
 from megabatch.keyed import Purpose, keyed, set_positions
 from megabatch.metrics import Log, Pending, Told, show_table
@@ -84,7 +84,7 @@ def train(
         if cluster.first and not quiet:
             show_table(config.derived(images, cluster.world), f"megabatch train {config.name}")
         log = Log(config, images, folder.for_log, quiet or not cluster.first)
-        loader = Loader(train_set, config, cluster, full_dtype(config))
+        loader = Loader(train_set, val_set, config, cluster, full_dtype(config))
         facts = _facts(config, cluster, train_set, loader)
         ending.callback(log.close)
         ending.callback(loader.close)
@@ -146,7 +146,7 @@ def train(
             epoch = state.seen / images
             if ended == "finished" and (last or _due(step.epoch, epoch, config.eval_every)):
                 with parts.average.in_place():
-                    state.evaluation = score(net, val_set, config, cluster)
+                    state.evaluation = score(net, loader, config, cluster)
                 log.evaluation(state.steps, state.seen, epoch, state.evaluation)
                 log.layers(step.index, state.seen, parts.layers(), config.ratio_band)
                 target = config.target_accuracy
@@ -249,27 +249,31 @@ def evaluate(
         parts = assemble(config, cluster, val_set.classes, model)
         checkpoint.load_weights(found, parts.net)
         parts.load(checkpoint.load_extra(found))
-        with parts.average.in_place():
-            result = score(parts.net, val_set, config, cluster)
+        loader = Loader(None, val_set, config, cluster, full_dtype(config))
+        with parts.average.in_place(), contextlib.closing(loader):
+            result = score(parts.net, loader, config, cluster)
     seen = checkpoint.seen(found)
     return {**result, "seen": seen, "checkpoint": str(found), "world": cluster.world}
 
 
 @torch.no_grad()
-def score(net: nn.Module, source: Source, config: Config, cluster: Cluster) -> dict[str, float]:
-    """Top-1, top-5 and loss over all images, each counted once on whichever worker has it."""
+def score(net: nn.Module, loader: Loader, config: Config, cluster: Cluster) -> dict[str, float]:
+    """Top-1, top-5 and loss over all validation images, each counted once on whichever worker has
+    it."""
     net.eval()
     # Each micro-batch is a leaf of the tree: the loss too is the same on any number of workers.
-    count = -(-len(source) // config.micro)
+    images_in_all = loader.validation_images
+    count = -(-images_in_all // config.micro)
     like = torch.empty(0, dtype=full_dtype(config), device=cluster.device)
     total = TreeSum(COUNTS, like)
     total.begin(count, deal(count, cluster.world)[cluster.rank])
-    for images, labels in validation(source, config, cluster, full_dtype(config)):
+    for images, labels in loader.validation():
         with autocast(config, cluster.device):
             logits = net(images).to(like)
         total.push(_counts(logits, labels, cross_entropy(logits, labels, reduction="sum")))
     loss, top1, top5 = total.all_reduce(cluster, by_tree=True).tolist()
-    return {"top1": top1 / len(source), "top5": top5 / len(source), "loss": loss / len(source)}
+    found = {"top1": top1, "top5": top5, "loss": loss}
+    return {name: value / images_in_all for name, value in found.items()}
 
 
 def _forward(

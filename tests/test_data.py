@@ -25,7 +25,7 @@ from megabatch.data.crop import (
     reduction,
     scale_boxes,
 )
-from megabatch.data.decode import pixels
+from megabatch.data.decode import Scratch, head_of, region
 from megabatch.data.decoded import with_channels
 from megabatch.data.encode import Encoding
 from megabatch.data.origins import open_origin
@@ -95,7 +95,8 @@ def test_a_crop_is_pillows_crop_and_resize():
     image = pictures.pixels(1, 90, 120)
     for box in ([10, 5, 90, 85], [0, 0, 120, 90], [50, 40, 60, 52], [3, 3, 19, 19]):
         out = torch.empty(3, 16, 16, dtype=torch.uint8)
-        bring_to_size(image, box, (90, 120), out)
+        left, upper, right, lower = box
+        bring_to_size(image[upper:lower, left:right], out)
         reference = Image.fromarray(image).crop(box).resize((16, 16), Image.BILINEAR)
         difference = out.permute(1, 2, 0).numpy().astype(int) - numpy.asarray(reference)
         assert abs(difference).max() <= 1
@@ -108,7 +109,8 @@ def test_on_the_device_the_same_crop_is_two_matrix_products():
     found = crop_on_device(torch.from_numpy(images), torch.from_numpy(boxes), 16)
     for n in range(6):
         out = torch.empty(3, 16, 16, dtype=torch.uint8)
-        bring_to_size(images[n], boxes[n].tolist(), (40, 56), out)
+        left, upper, right, lower = boxes[n]
+        bring_to_size(images[n, upper:lower, left:right], out)
         assert (found[n].int() - out.int()).abs().max() <= 1
 
 
@@ -118,10 +120,10 @@ def test_large_jpegs_are_decoded_small_when_the_crop_stays_large_enough():
     ]  # fmt: skip
     y, x = numpy.mgrid[0:200, 0:240]
     ramp = numpy.stack([x, y, x // 2 + y // 2], 2).astype(numpy.uint8)
-    data, whole = simplejpeg.encode_jpeg(ramp, 95), (200, 240)
+    data, box = simplejpeg.encode_jpeg(ramp, 95), [20, 30, 180, 190]
     exact, fast = (torch.empty(3, 16, 16, dtype=torch.uint8) for _ in range(2))
-    bring_to_size(pixels(data, 3), [20, 30, 180, 190], whole, exact)
-    bring_to_size(pixels(data, 3, factor=8), [20, 30, 180, 190], whole, fast)
+    for factor, out in ((1, exact), (8, fast)):
+        bring_to_size(region(data, head_of(data), box, 3, factor, Scratch(), False), out)
     # Half a pixel of the scaled picture is 4 of the whole one: 4 steps of the ramp.
     assert 0 < (exact.int() - fast.int()).abs().max() <= 6
 

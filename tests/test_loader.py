@@ -15,7 +15,7 @@ from megabatch.cli import main
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data, UserError
 from megabatch.data.encode import Encoding
-from megabatch.data.loader import Loader, validation
+from megabatch.data.loader import Loader
 from megabatch.data.origins import open_origin
 from megabatch.data.packfile import Pack
 from megabatch.data.packing import pack
@@ -40,7 +40,9 @@ class Numbered(Memory):
 
 def stream(source, config, world, at=(0, 0)):
     """Of each step on: step -> [(position, label), ...] over all workers."""
-    loaders = [Loader(source, config, worker(rank, world), torch.float32) for rank in range(world)]
+    loaders = [
+        Loader(source, None, config, worker(rank, world), torch.float32) for rank in range(world)
+    ]
     found = {}
     for step in steps(config.all_stages, len(source), config.epochs, *at):
         rows = []
@@ -100,7 +102,7 @@ def test_epochs_differ_in_order():
 def test_a_batch_that_nobody_foresaw_is_read_all_the_same():
     """As when the batch follows the noise."""
     source = Numbered(40)
-    loader = Loader(source, CONFIG, worker(), torch.float32)
+    loader = Loader(source, None, CONFIG, worker(), torch.float32)
     seen, rows = 0, []
     for index, batch in enumerate((8, 16, 4, 12, 8)):
         for micro in loader.share(Step(index, seen, batch, 0.0, 0)):
@@ -126,7 +128,9 @@ def packs(tmp_path_factory):
 def read(path, world=1, at=(0, 0), **data):
     config = replace(CONFIG, epochs=2, data=replace(PHOTOS, path=str(path), **data))
     train, _ = open_sources(config)
-    loaders = [Loader(train, config, worker(rank, world), torch.float32) for rank in range(world)]
+    loaders = [
+        Loader(train, None, config, worker(rank, world), torch.float32) for rank in range(world)
+    ]
     found = []
     for step in steps(config.all_stages, len(train), config.epochs, *at):
         for loader in loaders:
@@ -182,7 +186,10 @@ def test_validation_counts_every_image_once(packs, world):
     config = replace(CONFIG, data=replace(PHOTOS, path=str(packs / "jpeg.arrow")))
     _, val = open_sources(config)
     expected = val.read(torch.arange(9), None)[1]
-    parts = [list(validation(val, config, worker(r, world), torch.float32)) for r in range(world)]
+    loaders = [Loader(None, val, config, worker(r, world), torch.float32) for r in range(world)]
+    parts = [list(loader.validation()) for loader in loaders]
+    for loader in loaders:
+        loader.close()
     labels = torch.cat([labels for part in parts for _, labels in part])
     assert torch.equal(labels, expected)
 
@@ -209,7 +216,7 @@ def test_waiting_is_measured_and_reads_further_ahead():
 
     source = Slow(400)
     config = replace(CONFIG, data=replace(PHOTOS, threads=1))
-    loader = Loader(source, config, worker(), torch.float32)
+    loader = Loader(source, None, config, worker(), torch.float32)
     for step in list(steps(config.all_stages, 400, 1))[:5]:
         for _ in loader.share(step):
             pass
@@ -249,7 +256,7 @@ def shared_out(cluster, path, at, batches):
     data = replace(PHOTOS, path=str(path), shared="always")
     config = replace(CONFIG, epochs=3, stages=stages, data=data)
     train, _ = open_sources(config)
-    loader = Loader(train, config, cluster, torch.float32)
+    loader = Loader(train, None, config, cluster, torch.float32)
     records = loader._source.records
     asked = []
     records._records.record = asked.append  # nothing may come from the file any more
@@ -274,7 +281,7 @@ def test_a_pack_shared_out_is_the_same_pack(packs, at):
         data=replace(PHOTOS, path=str(packs / "jpeg.arrow")),
     )
     train, _ = open_sources(config)
-    loader = Loader(train, config, worker(), torch.float32)
+    loader = Loader(train, None, config, worker(), torch.float32)
     expected = [
         micro
         for step in steps(config.all_stages, len(train), config.epochs, *at)

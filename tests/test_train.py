@@ -129,7 +129,7 @@ def batches(config, steps):
     """Everything this worker's loader gives, by position of the first image."""
     cluster = Cluster.from_env()
     source, _ = open_sources(config)
-    loader = Loader(source, config, cluster, torch.float32)
+    loader = Loader(source, None, config, cluster, torch.float32)
     mine = {}
     for step in steps:
         for micro in loader.share(step):
@@ -160,7 +160,9 @@ def scores(sizes):
         images = [(torch.full((1, 8, 8), float(i)), i % 10) for i in range(size)]
         _, source = open_sources(CONFIG, (images, images))
         net = prepare(CONFIG, cluster, 10, FirstPixel())
-        found.append(score(net, source, CONFIG, cluster))
+        loader = Loader(None, source, CONFIG, cluster, torch.float32)
+        found.append(score(net, loader, CONFIG, cluster))
+        loader.close()
     return found
 
 

@@ -37,7 +37,7 @@ def epoch(input_, communication, compute, pause=0.0, threads=1):
     that is not counted: the very first images are always waited for."""
     config = Config(batch=4, micro=4, span=4, epochs=20, data=Data(size=2, threads=threads))
     alone = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
-    loader = Loader(Delayed(input_), config, alone, torch.float32)
+    loader = Loader(Delayed(input_), None, config, alone, torch.float32)
     clock = Clock()
     for step in list(steps(config.all_stages, 512, 1))[:9]:
         if step.index == 1:

@@ -193,7 +193,7 @@ def _contenders(
 def _ours(data: Data, micro: int, cluster: Cluster, seconds: float) -> float:
     config = Config(batch=micro, micro=micro, span=micro, epochs=1e9, data=data)
     train, _ = open_sources(config)
-    loader = Loader(train, config, cluster, torch.float32)
+    loader = Loader(train, None, config, cluster, torch.float32)
     with contextlib.closing(loader):
         batches = (
             len(batch.images)

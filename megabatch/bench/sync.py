@@ -22,6 +22,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from megabatch.bench.links import links
+from megabatch.bench.slowest import slowest
 from megabatch.bench.tcp_ring import tcp_ring
 from megabatch.choice import Choice, fastest, named
 from megabatch.cli import DONE
@@ -100,7 +102,7 @@ def measure(flags: SyncFlags) -> dict[str, Any] | None:
         }
         again |= {_best(plans, size): calls[_best(plans, size)] for size in flags.sizes}
         second = _measure(again, flags, cluster)
-        links = _links(cluster)
+        found = links(cluster)
     finally:
         cluster.leave()
     if not cluster.first:
@@ -110,7 +112,7 @@ def measure(flags: SyncFlags) -> dict[str, Any] | None:
         "grid": cluster.grid,
         "hosts": cluster.world // cluster.local_world,
         "workers_per_node": cluster.local_world,
-        "links": links,
+        "links": found,
         "rows": rows,
         "chosen": second,
     }
@@ -145,7 +147,7 @@ def _measure(
                 hopeless = turn > 0 and min(times) > _HOPELESS * best and name != BACKEND
                 enough = turn >= 3 and sum(times) > flags.seconds
                 if not hopeless and not enough:
-                    times.append(_slowest(partial(call, tensor), cluster))
+                    times.append(slowest(partial(call, tensor), cluster))
         rows += [
             {"plan": name, "nbytes": nbytes, "seconds": median(times), "runs": len(times)}
             for name, times in taken.items()
@@ -157,65 +159,9 @@ def _measure(
     return rows
 
 
-def _slowest(call: Callable[[], object], cluster: Cluster) -> float:
-    """Seconds until the last worker is done."""
-    _wait(cluster)
-    cluster.barrier()
-    _wait(cluster)
-    began = time.perf_counter()
-    call()
-    _wait(cluster)
-    taken = torch.tensor(time.perf_counter() - began, device=cluster.device)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return taken.item()
-
-
-def _wait(cluster: Cluster) -> None:
-    if cluster.device.type == "cuda":
-        torch.cuda.synchronize(cluster.device)
-
-
 def _best(rows: list[dict[str, Any]], nbytes: int) -> str:
     best = min((row for row in rows if row["nbytes"] == nbytes), key=lambda row: row["seconds"])
     return str(best["plan"])
-
-
-# --- links -------------------------------------------------------------------------------------
-
-
-def _links(cluster: Cluster) -> dict[str, dict[str, float]]:
-    """Latency and bandwidth inside a host and between two, by sends back and forth."""
-    peers = {"node": 1} if cluster.local_world > 1 else {}
-    if cluster.world > cluster.local_world:
-        peers["network"] = cluster.local_world
-    links = {}
-    for level, peer in peers.items():
-        latency = _one_way(cluster, peer, 4, 50)
-        nbytes = 16 << 20 if level == "node" else 8 << 20
-        links[level] = {
-            "latency_seconds": latency,
-            "bytes_per_second": nbytes / (_one_way(cluster, peer, nbytes, 3) - latency),
-        }
-    return links
-
-
-def _one_way(cluster: Cluster, peer: int, nbytes: int, times: int) -> float:
-    """Median seconds for a message from the first worker to a peer, half of there and back."""
-    tensor = torch.zeros(nbytes // 4, device=cluster.device)
-    taken = []
-    cluster.barrier()
-    for _ in range(times + 1):  # the first opens the connection
-        began = time.perf_counter()
-        if cluster.rank == 0:
-            dist.send(tensor, peer)
-            dist.recv(tensor, peer)
-        elif cluster.rank == peer:
-            dist.recv(tensor, 0)
-            dist.send(tensor, 0)
-        _wait(cluster)
-        taken.append((time.perf_counter() - began) / 2)
-    cluster.barrier()
-    return median(taken[1:])
 
 
 # --- what is said ------------------------------------------------------------------------------

@@ -102,17 +102,9 @@ def reduction(box: list[int], size: int) -> int:
     return next((factor for factor in (8, 4, 2) if least >= factor * size), 1)
 
 
-def bring_to_size(found: Pixels, box: list[int], whole: tuple[int, int], out: Tensor) -> None:
-    """Crop decoded pixels and resize them into `out` (channels x size x size).
-
-    `whole` is height and width of the image that the box is of; the pixels may be of a scaled
-    decode. The resize is bilinear with antialiasing, in torch's uint8 kernel.
-    """
-    if found.shape[:2] != whole:
-        y, x = found.shape[0] / whole[0], found.shape[1] / whole[1]
-        left, upper = round(box[0] * x), round(box[1] * y)
-        box = [left, upper, max(left + 1, round(box[2] * x)), max(upper + 1, round(box[3] * y))]
-    part = found[box[1] : box[3], box[0] : box[2]]
+def bring_to_size(part: Pixels, out: Tensor) -> None:
+    """Resize cropped pixels into `out` (channels x size x size): bilinear with antialiasing, in
+    torch's uint8 kernel."""
     size = out.shape[1]
     if part.shape[:2] == (size, size):
         out.numpy()[...] = part.transpose(2, 0, 1)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy
 import simplejpeg
@@ -18,12 +19,16 @@ from PIL import Image
 
 Pixels = NDArray[numpy.uint8]
 """height x width x channels (1 or 3)"""
-Encoded = bytes | memoryview
+Encoded = bytes | bytearray | memoryview
 
 _MOST_PIXELS = 100_000_000
 # A few of ImageNet's own files have stray bytes between segments; the picture is whole all the
 # same. Every other complaint of libjpeg means pixels that are not there or not right.
 _HARMLESS = "extraneous bytes before marker"
+
+
+# Rows of a JPEG are decoded in runs of this many at the most, and the last needs a few of the next.
+_ROWS = 16
 
 
 class BadImage(ValueError):
@@ -47,32 +52,99 @@ def is_jpeg(data: Encoded) -> bool:
     return bytes(data[:3]) == b"\xff\xd8\xff"
 
 
-def size_of(data: Encoded) -> tuple[int, int]:
-    """Height and width, from the head of the image."""
+class Head(NamedTuple):
+    """What the head of an image says."""
+
+    height: int
+    width: int
+    plain: bool
+    """a JPEG that libjpeg-turbo turns into grey or RGB itself"""
+
+
+def head_of(data: Encoded) -> Head:
+    """Height, width and kind of an image, without decoding it."""
     if is_jpeg(data):
-        return _jpeg_head(data)[:2]
+        return _jpeg_head(data)
     with _opened(data) as picture:
-        return picture.height, picture.width
+        return Head(picture.height, picture.width, False)
 
 
-def pixels(data: Encoded, channels: int, factor: int = 1, scratch: Scratch | None = None) -> Pixels:
-    """An image's pixels; a JPEG at 1 / factor of its size (1, 2, 4 or 8, rounded up).
+def pixels(data: Encoded, channels: int, factor: int = 1) -> Pixels:
+    """An image's pixels; a JPEG at 1 / factor of its size (1, 2, 4 or 8, rounded up)."""
+    head = head_of(data)
+    if not head.plain:
+        return _by_pillow(data, channels)
+    return _by_libjpeg(data, head, channels, factor)
 
-    With a scratch the result is overwritten by the thread's next call.
+
+def region(
+    data: Encoded,
+    head: Head,
+    box: Sequence[int],
+    channels: int,
+    factor: int,
+    scratch: Scratch,
+    trusted: bool,
+) -> Pixels:
+    """The pixels in a box (left, upper, right, lower), a JPEG's at about 1 / factor of their size.
+
+    The result is overwritten by the thread's next call. Data that is `trusted` was found whole
+    before: what lies below the box is then not decoded at all, which leaves the rest as it is to
+    the bit.
     """
-    if not is_jpeg(data):
-        return _by_pillow(data, channels)
-    height, width, colours = _jpeg_head(data)
-    if colours in ("CMYK", "YCCK"):
-        return _by_pillow(data, channels)
-    height, width = -(-height // factor), -(-width // factor)
+    if not head.plain:
+        left, upper, right, lower = box
+        return _by_pillow(data, channels)[upper:lower, left:right]
+    height, width = -(-head.height // factor), -(-head.width // factor)
+    if factor > 1:
+        y, x = height / head.height, width / head.width
+        left, upper = round(box[0] * x), round(box[1] * y)
+        right, lower = max(left + 1, round(box[2] * x)), max(upper + 1, round(box[3] * y))
+    else:
+        left, upper, right, lower = box
+    if trusted:
+        rows = -(-(lower * factor + _ROWS) // _ROWS) * _ROWS
+        shorter = _shortened(data, rows) if rows < head.height else None
+        if shorter is not None:
+            data, head = shorter, head._replace(height=rows)
+    found = _by_libjpeg(data, head, channels, factor, scratch, trusted)
+    return found[upper:lower, left:right]
+
+
+def _shortened(data: Encoded, rows: int) -> bytearray | None:
+    """A JPEG that claims to have fewer rows, which is all that a decoder goes by; None where its
+    rows are not stored from top to bottom in one run."""
+    at, frame = 2, 0
+    while at + 10 < len(data) and data[at] == 0xFF:
+        kind = data[at + 1]
+        if kind in (0xC0, 0xC1):  # a sequential frame: its height, then how many colours
+            frame = at
+        elif kind == 0xDA:  # a scan: how many of the colours it has
+            if not frame or data[at + 4] != data[frame + 9]:
+                return None
+            shorter = bytearray(data)
+            shorter[frame + 5 : frame + 7] = rows.to_bytes(2, "big")
+            return shorter
+        at += 2 + (data[at + 2] << 8) + data[at + 3]
+    return None
+
+
+def _by_libjpeg(
+    data: Encoded,
+    head: Head,
+    channels: int,
+    factor: int,
+    scratch: Scratch | None = None,
+    trusted: bool = False,
+) -> Pixels:
+    height, width = -(-head.height // factor), -(-head.width // factor)
     room = None if scratch is None else scratch.room(height * width * channels)
     wanted: dict[str, Any] = {"colorspace": "RGB" if channels == 3 else "GRAY", "buffer": room}
     if factor > 1:
         wanted |= {"min_height": height, "min_width": width, "min_factor": factor}
     try:
         try:
-            found: Pixels = simplejpeg.decode_jpeg(data, **wanted)
+            found: Pixels = simplejpeg.decode_jpeg(data, **wanted, strict=not trusted)
         except ValueError as error:
             if _HARMLESS not in str(error):
                 raise
@@ -84,7 +156,7 @@ def pixels(data: Encoded, channels: int, factor: int = 1, scratch: Scratch | Non
     return found
 
 
-def _jpeg_head(data: Encoded) -> tuple[int, int, str]:
+def _jpeg_head(data: Encoded) -> Head:
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=False)
     except KeyError:  # simplejpeg's own table of colour spaces
@@ -92,7 +164,7 @@ def _jpeg_head(data: Encoded) -> tuple[int, int, str]:
     except ValueError as error:
         raise BadImage(_reason(error)) from None
     _check_pixels(height, width)
-    return height, width, colours
+    return Head(height, width, colours not in ("CMYK", "YCCK"))
 
 
 def _check_pixels(height: int, width: int) -> None:

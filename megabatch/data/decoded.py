@@ -1,6 +1,6 @@
 """A source of images that must be decoded: a folder, a data set as it was published, or a pack.
 
-It can be read in pieces into memory of the caller's, by as many threads as there are.
+It can be read in pieces into room of the caller's, by as many threads and processes as there are.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from megabatch.config import Config, Data, UserError
 from megabatch.data.crop import bring_to_size, choose_boxes, reduction
-from megabatch.data.decode import BadImage, Encoded, Pixels, Scratch, pixels, size_of
+from megabatch.data.decode import BadImage, Encoded, Head, Pixels, Scratch, head_of, region
 from megabatch.data.origins import Origin, open_origin
 from megabatch.data.packfile import Pack, PackError
+from megabatch.data.room import Layout, Room
 from megabatch.data.source import Source, hold_out_order
 from megabatch.data.stage import staged
 
@@ -28,7 +29,12 @@ _LUMA = numpy.array([19595, 38470, 7471], numpy.uint32)
 
 
 class Records(Protocol):
-    """Images as they are stored, by index."""
+    """Images as they are stored, by index; `checked` ones were whole once and have not changed
+    since."""
+
+    checked: bool
+    separable: bool
+    """another process can open them too"""
 
     def record(self, index: int) -> Encoded | Pixels: ...
 
@@ -63,54 +69,62 @@ class Decoded:
         pack = getattr(self.records, "pack", None)
         return None if pack is None else pack.about.encoding.get("size")
 
-    def empty(self, count: int, pinned: bool = False) -> Tensor:
-        """Room for so many images, channels last: as they are decoded, and resized fastest."""
-        shape = (count, self.data.size, self.data.size, self.data.channels)
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=pinned).permute(0, 3, 1, 2)
-
     def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-        out = self.empty(len(indices))
-        return out, self.fill(out, indices, draws)
+        layout = Layout("bytes", len(indices), self.data.size, self.data.channels)
+        room = layout.views(torch.empty(layout.nbytes, dtype=torch.uint8), len(indices))
+        self.fill(room, indices, draws)
+        return room.images, room.labels
 
-    def fill(self, out: Tensor, indices: Tensor, draws: Tensor | None) -> Tensor:
-        """Read images into `out`, which is the caller's; returns their labels."""
+    def fill(self, room: Room, indices: Tensor, draws: Tensor | None) -> None:
+        """Read images, cropped, into room for bytes or for crops, and their labels."""
         numbers = self.chosen[indices].tolist()
         self.records.will_need(numbers)
         number = -1
         try:
-            stored, sizes = [], []
+            stored, heads = [], []
             for number in numbers:
                 image = self.records.record(number)
                 stored.append(image)
-                sizes.append(_size(image))
-            heights, widths = numpy.array(sizes).T
+                heads.append(_head(image))
+            heights, widths, _ = numpy.array(heads).T
             boxes = choose_boxes(self.data, heights, widths, draws).tolist()
-            for place in range(len(numbers)):
-                number = numbers[place]
-                self._crop(stored[place], boxes[place], sizes[place], out[place])
+            for place, number in enumerate(numbers):
+                part = self._part(stored[place], heads[place], boxes[place])
+                if room.shapes is None:
+                    bring_to_size(part, room.images[place])
+                else:
+                    room.shapes[place] = self._put(part, room.images[place])
         except BadImage as error:
             raise UserError(
                 f"the image {self.records.name(number)} cannot be read ({error}): "
                 f"repair or remove it"
             ) from error
-        return self.labels[indices]
+        room.labels.copy_(self.labels[indices])
 
-    def _crop(
-        self, image: Encoded | Pixels, box: list[int], whole: tuple[int, int], out: Tensor
-    ) -> None:
+    def _part(self, image: Encoded | Pixels, head: Head, box: list[int]) -> Pixels:
+        channels = self.data.channels
         if isinstance(image, numpy.ndarray):
-            found = with_channels(image, self.data.channels)
-        else:
-            factor = reduction(box, self.data.size)
-            found = pixels(image, self.data.channels, factor, self._scratch)
-        bring_to_size(found, box, whole, out)
+            left, upper, right, lower = box
+            return with_channels(image[upper:lower, left:right], channels)
+        factor = reduction(box, self.data.size)
+        trusted = self.records.checked
+        return region(image, head, box, channels, factor, self._scratch, trusted)
+
+    def _put(self, part: Pixels, out: Tensor) -> Tensor:
+        """A crop as it is, or resized where it is too large; returns its height and width."""
+        size, channels = self.data.size, self.data.channels
+        if part.size > len(out):
+            resized = out[: size * size * channels].view(size, size, channels)
+            bring_to_size(part, resized.permute(2, 0, 1))
+            return torch.tensor([size, size])
+        out.numpy()[: part.size].reshape(part.shape)[...] = part
+        return torch.tensor(part.shape[:2])
 
 
-def _size(image: Encoded | Pixels) -> tuple[int, int]:
+def _head(image: Encoded | Pixels) -> Head:
     if isinstance(image, numpy.ndarray):
-        height, width = image.shape[:2]
-        return height, width
-    return size_of(image)
+        return Head(image.shape[0], image.shape[1], False)
+    return head_of(image)
 
 
 def with_channels(image: Pixels, channels: int) -> Pixels:
@@ -128,6 +142,9 @@ def with_channels(image: Pixels, channels: int) -> Pixels:
 
 class FromOrigin:
     """A data set as it was published, read without packing it."""
+
+    checked = False
+    separable = True
 
     def __init__(self, origin: Origin, path: Path) -> None:
         self._origin, self._path = origin, path
@@ -147,6 +164,9 @@ class FromOrigin:
 
 class FromPack:
     """A pack; a raw one gives pixels at once."""
+
+    checked = True
+    separable = True
 
     def __init__(self, pack: Pack) -> None:
         self.pack = pack

@@ -9,7 +9,7 @@ import numpy
 import simplejpeg
 from PIL import Image
 
-from megabatch.data.decode import BadImage, Encoded, Pixels, is_jpeg, pixels, size_of
+from megabatch.data.decode import BadImage, Encoded, Pixels, head_of, pixels
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ def encode(image: Encoded | Pixels, encoding: Encoding) -> Stored:
     else:
         if len(image) == 0:
             raise BadImage("the file is empty")
-        height, width = size_of(image)
+        height, width, plain = head_of(image)
         small = encoding.size == 0 or min(height, width) <= encoding.size
-        if encoding.kind == "jpeg" and small and is_jpeg(image) and not _is_cmyk(image):
+        if encoding.kind == "jpeg" and small and plain:
             pixels(image, 3, factor=8)
             return Stored(image, (height, width, 3))
         # Twice the wanted size is enough to make a good smaller picture from.
@@ -67,10 +67,6 @@ def encode(image: Encoded | Pixels, encoding: Encoding) -> Stored:
         colorsubsampling="Gray" if grey else "420",
     )
     return Stored(data, (*found.shape[:2], 3))
-
-
-def _is_cmyk(data: Encoded) -> bool:
-    return simplejpeg.decode_jpeg_header(data, strict=False)[2] in ("CMYK", "YCCK")
 
 
 def _factor(side: int, wanted: int) -> int:

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,15 +21,28 @@ from megabatch.batch import Step, deal, steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.augment import finish, normalise
-from megabatch.data.crop import crop_draws
-from megabatch.data.placement import place, place_validation, threads_of
+from megabatch.data.decoders import TRAINING, VALIDATION, Decoders, DecodersPart
+from megabatch.data.placement import (
+    by_processes,
+    form_of,
+    place,
+    place_validation,
+    separable,
+    threads_of,
+)
 from megabatch.data.reader import Pending, Reader
+from megabatch.data.room import Layout, Room
 from megabatch.data.source import Source
-from megabatch.keyed import shuffled
 
 _LEAST_AHEAD, _MOST_AHEAD = 2, 64
 _MOST_AHEAD_BYTES = 256 << 20
 _NOTICED_SECONDS = 1e-3
+_VALIDATION_AHEAD = 8
+_IN_USE = 4
+"""micro-batches beside those that are read ahead: in training, copied, prepared"""
+
+Submit = Callable[[int, int], Pending]
+"""position of the first image, how many -> the micro-batch on its way"""
 
 
 @dataclass(frozen=True)
@@ -43,44 +56,61 @@ class MicroBatch:
 
 
 class Loader:
-    """Training images of one worker, augmented, on its device.
+    """Images of one worker on its device: of training, augmented, and of validation.
 
     `waited_seconds` is how long the training loop has waited for images so far, `busy_seconds` how
-    long the reading threads have worked, all together.
+    long the reading threads or processes have worked, all together, `core_seconds` how much of that
+    on a core.
     """
 
     def __init__(
-        self, source: Source, config: Config, cluster: Cluster, dtype: torch.dtype
+        self,
+        train: Source | None,
+        val: Source | None,
+        config: Config,
+        cluster: Cluster,
+        dtype: torch.dtype,
     ) -> None:
         self._config, self._cluster, self._dtype = config, cluster, dtype
-        self._placed = place(source, config, cluster)
-        self._source, self._device = self._placed.source, cluster.device
-        on_gpu = self._device.type == "cuda"
-        self._reader = Reader(
-            self._source,
-            threads_of(config, cluster),
-            pinned=on_gpu,
-            finish=None if on_gpu else (self._finish, dtype),
-        )
-        self._side = torch.cuda.Stream(self._device) if on_gpu else None
+        self._device, self._val = cluster.device, val
+        self.threads = threads_of(config, cluster)
+        self._pinned = self._device.type == "cuda"
+        self._side = torch.cuda.Stream(self._device) if self._pinned else None
+        self._copied: deque[tuple[torch.cuda.Event, Room]] = deque()
+        data = config.data
+        form = form_of(self._device)
+        self._layout = Layout(form, config.micro, data.size, data.channels, dtype)
+        most = _MOST_AHEAD_BYTES // self._layout.nbytes
+        self._most_ahead = min(_MOST_AHEAD, max(_LEAST_AHEAD, most))
         self._ahead = _LEAST_AHEAD
-        nbytes = 4 * config.micro * config.data.channels * config.data.size**2
-        self._most_ahead = min(_MOST_AHEAD, max(_LEAST_AHEAD, _MOST_AHEAD_BYTES // nbytes))
+        self._validation_ahead = min(_VALIDATION_AHEAD, self._most_ahead)
         self._reading: dict[int, Pending] = {}
         self._prepared: dict[int, MicroBatch] = {}
         self.waited_seconds = 0.0
 
-    @property
-    def busy_seconds(self) -> float:
-        return self._reader.busy_seconds
+        self._ending = contextlib.ExitStack()
+        self._decoders: Decoders | None = None
+        self._reader: Reader | DecodersPart | None = None
+        self._validate: Submit | None = None
+        if train is not None:
+            placed = place(train, config, cluster)
+            self._ending.callback(placed.close)
+            self._begin, self._source = placed.begin, placed.source
+            self._submit = self._submit_to(placed.source, TRAINING)
 
     @property
-    def threads(self) -> int:
-        return self._reader.threads
+    def busy_seconds(self) -> float:
+        return self._reader.busy_seconds if self._reader else 0.0
+
+    @property
+    def core_seconds(self) -> float:
+        return self._reader.core_seconds if self._reader else 0.0
+
+    # --- training
 
     def share(self, step: Step) -> Iterator[MicroBatch]:
         """This worker's micro-batches of a step, while those of the next steps are being read."""
-        self._placed.begin(step)
+        self._begin(step)
         mine = len(self._dealt(step))
         wanted = list(itertools.islice(self._coming(step), mine + self._ahead))
         for stale in self._reading.keys() - set(wanted):
@@ -111,39 +141,29 @@ class Loader:
         return itertools.chain.from_iterable(self._dealt(s) for s in itertools.chain([step], later))
 
     def _read_ahead(self, wanted: list[int]) -> None:
+        micro_size = self._config.micro
         for micro in wanted:
             if micro not in self._reading and micro not in self._prepared:
-                positions = self._positions(micro)
-                indices = shuffled(self._config.seed, positions, len(self._source))
-                draws = crop_draws(self._config.seed, positions)
-                self._reading[micro] = self._reader.submit(indices, positions, draws)
-
-    def _positions(self, micro: int) -> Tensor:
-        return torch.arange(micro * self._config.micro, (micro + 1) * self._config.micro)
+                self._reading[micro] = self._submit(micro * micro_size, micro_size)
 
     def _prepare(self, micro: int) -> MicroBatch:
         """Wait for a micro-batch; on the device: augmentation, and numbers instead of bytes."""
-        positions = self._positions(micro)
-        with torch.cuda.stream(self._side) if self._side else contextlib.nullcontext():
-            pending = self._reading.pop(micro)
-            began = time.perf_counter()
-            images, labels = pending.result()
-            waited = time.perf_counter() - began
-            self.waited_seconds += waited
-            if waited > _NOTICED_SECONDS:
-                self._ahead = min(self._ahead + 1, self._most_ahead)
-            if self._side is not None:
-                positions = positions.pin_memory()
-                labels = labels if labels.is_cuda else labels.pin_memory()
-            images, labels, positions = (
-                t.to(self._device, non_blocking=True) for t in (images, labels, positions)
+        first, count = micro * self._config.micro, self._config.micro
+        pending = self._reading.pop(micro)
+        began = time.perf_counter()
+        room = pending.result()
+        waited = time.perf_counter() - began
+        self.waited_seconds += waited
+        if waited > _NOTICED_SECONDS:
+            self._ahead = min(self._ahead + 1, self._most_ahead)
+        data, source = self._config.data, self._source
+        with torch.cuda.stream(self._side):
+            positions = torch.arange(first, first + count, device=self._device)
+            images, labels = self._on_device(room)
+            images = finish(
+                images, positions, data, self._config.seed, source.mean, source.std, self._dtype
             )
-            images = self._finish(images, positions)
-        return MicroBatch(images, labels, positions, micro * self._config.micro)
-
-    def _finish(self, images: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
-        data, seed, source = self._config.data, self._config.seed, self._source
-        return finish(images, positions, data, seed, source.mean, source.std, self._dtype, out)
+        return MicroBatch(images, labels, positions, first)
 
     def _handed_over(self, batch: MicroBatch) -> MicroBatch:
         """From the side stream to the one that trains."""
@@ -154,34 +174,78 @@ class Loader:
                 tensor.record_stream(training)
         return batch
 
-    def close(self) -> None:
-        self._reader.close()
-        self._placed.close()
+    # --- validation
 
+    @property
+    def validation_images(self) -> int:
+        return 0 if self._val is None else len(self._val)
 
-def validation(
-    source: Source, config: Config, cluster: Cluster, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """This worker's part of the validation images: over all workers each image exactly once."""
-    source = place_validation(source, config, cluster)
-    count = -(-len(source) // config.micro)
-    reader = Reader(source, threads_of(config, cluster), cluster.device.type == "cuda")
-    waiting: deque[Pending] = deque()
-    try:
-        for micro in range(*deal(count, cluster.world)[cluster.rank]):
-            end = min((micro + 1) * config.micro, len(source))
-            indices = torch.arange(micro * config.micro, end)
-            waiting.append(reader.submit(indices, indices, None))
-            if len(waiting) > _LEAST_AHEAD:
-                yield _finished(waiting.popleft(), source, cluster, dtype)
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This worker's part of the validation images: over all workers each image exactly once."""
+        assert self._val is not None
+        micro, world = self._config.micro, self._cluster.world
+        source = place_validation(self._val, self._config, self._cluster)
+        if self._validate is None:
+            self._validate = self._submit_to(source, VALIDATION)
+        count = len(source)
+        waiting: deque[Pending] = deque()
+        for number in range(*deal(-(-count // micro), world)[self._cluster.rank]):
+            first = number * micro
+            waiting.append(self._validate(first, min(micro, count - first)))
+            if len(waiting) > self._validation_ahead:
+                yield self._validated(waiting.popleft(), source)
         while waiting:
-            yield _finished(waiting.popleft(), source, cluster, dtype)
-    finally:
-        reader.close()
+            yield self._validated(waiting.popleft(), source)
 
+    def _validated(self, pending: Pending, source: Source) -> tuple[Tensor, Tensor]:
+        images, labels = self._on_device(pending.result())
+        return normalise(images, source.mean, source.std, self._dtype), labels
 
-def _finished(
-    pending: Pending, source: Source, cluster: Cluster, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    images, labels = (t.to(cluster.device, non_blocking=True) for t in pending.result())
-    return normalise(images, source.mean, source.std, dtype), labels
+    # --- both
+
+    def _submit_to(self, source: Source, part: int) -> Submit:
+        """Who reads a source: processes, where that pays, or threads."""
+        config, cluster = self._config, self._cluster
+        if by_processes(source, config, cluster) or (self._decoders and separable(source)):
+            if self._decoders is None:
+                slots = self._most_ahead + self._validation_ahead + _IN_USE
+                self._decoders = Decoders(config, self._layout, self.threads, slots, self._pinned)
+                self._ending.callback(self._decoders.close)
+            reader: Reader | DecodersPart = self._decoders.part(part)
+        else:
+            layout, training = self._layout, part == TRAINING
+            reader = Reader(source, config, layout, training, self.threads, self._pinned)
+            self._ending.callback(reader.close)
+        if part == TRAINING:
+            self._reader = reader
+        return reader.submit
+
+    def _on_device(self, room: Room) -> tuple[Tensor, Tensor]:
+        """Images and labels where the model is, in bytes or numbers of the size it sees."""
+        images, labels, shapes = room.images, room.labels, room.shapes
+        if self._side is not None and room.memory is not None:
+            memory = room.memory.to(self._device, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            # The host's memory may be used again when the copy is done, not when it is ordered.
+            self._copied.append((copied, room))
+            while self._copied[0][0].query():
+                self._copied.popleft()
+            room = self._layout.views(memory, len(labels))
+            images, labels, shapes = room.images, room.labels, room.shapes
+        elif self._side is not None:
+            labels = labels if labels.is_cuda else labels.pin_memory()
+            images, labels = (t.to(self._device, non_blocking=True) for t in (images, labels))
+        if shapes is not None:
+            from megabatch.kernels.resize import resize_crops
+
+            images = resize_crops(images, shapes, self._config.data.size, self._layout.channels)
+        return images, labels
+
+    def close(self) -> None:
+        if self._side is not None:
+            torch.cuda.synchronize(self._device)  # nothing may still be copied from the slots
+            self._copied.clear()
+        self._reading.clear()
+        self._prepared.clear()
+        self._ending.close()

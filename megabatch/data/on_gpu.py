@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megabatch.config import UserError
 from megabatch.data.crop import choose_boxes, crop_draws, crop_on_device
-from megabatch.data.decode import is_jpeg, size_of
+from megabatch.data.decode import head_of, is_jpeg
 from megabatch.data.decoded import Decoded
 
 _TRIAL = 256
@@ -39,7 +39,7 @@ class OnGpu:
         stored = [records.record(number) for number in numbers]
         if not all(isinstance(image, bytes | memoryview) and is_jpeg(image) for image in stored):
             return self._source.read(indices, draws)
-        sizes = numpy.array([size_of(image) for image in stored])  # type: ignore[arg-type]
+        sizes = numpy.array([head_of(image)[:2] for image in stored])  # type: ignore[arg-type]
         boxes = torch.from_numpy(choose_boxes(self.data, sizes[:, 0], sizes[:, 1], draws))
         files = [torch.frombuffer(bytearray(image), dtype=torch.uint8) for image in stored]
         # On a stream of this thread's own, finished before anyone else sees the images.

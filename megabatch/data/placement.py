@@ -3,17 +3,23 @@ workers'."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from megabatch.batch import Step
 from megabatch.cluster import Cluster
 from megabatch.config import Config, UserError
-from megabatch.data.source import Source
+from megabatch.data.room import Form
+from megabatch.data.source import Fills, Source
 
 _ROOM = 0.5
 """share of a node's free memory that a pack may take"""
+_WORTH_PROCESSES = 50_000
+"""images: to start processes takes about as long as to decode a few thousand"""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,28 @@ def threads_of(config: Config, cluster: Cluster) -> int:
     """How many threads a worker decodes with: as told, or its share of the machine's cores."""
     cores = len(os.sched_getaffinity(0))
     return config.data.threads or max(1, cores // cluster.local_world)
+
+
+def form_of(device: torch.device) -> Form:
+    """How far the host brings images: on a CPU to the model's numbers, before a GPU as far as
+    that can not do it better."""
+    if device.type == "cpu":
+        return "numbers"
+    return "crops" if importlib.util.find_spec("triton") else "bytes"
+
+
+def by_processes(source: Source, config: Config, cluster: Cluster) -> bool:
+    """Whether a worker reads a source with processes of its own."""
+    if config.data.processes == "never" or not separable(source):
+        return False
+    to_read = len(source) * max(1.0, config.epochs) / cluster.world
+    return config.data.processes == "always" or to_read >= _WORTH_PROCESSES
+
+
+def separable(source: Source) -> bool:
+    """Whether another process can open a source and decode its images."""
+    records = getattr(source, "records", None)
+    return isinstance(source, Fills) and getattr(records, "separable", False)
 
 
 def place_validation(source: Source, config: Config, cluster: Cluster) -> Source:

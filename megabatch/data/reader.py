@@ -1,4 +1,4 @@
-"""Reading ahead: batches are read in pieces by threads, into memory the device can copy from."""
+"""Reading ahead with threads: for images that need little work, and for a caller's own data set."""
 
 from __future__ import annotations
 
@@ -6,40 +6,35 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
-from megabatch.data.source import Source
+from megabatch.config import Config
+from megabatch.data.room import Layout, Room
+from megabatch.data.source import Fills, Source
+from megabatch.data.work import PIECE, Order, Work
 
-# Small enough that the threads finish a batch together, large enough that handing pieces out costs
-# nothing.
-_PIECE = 8
 T = TypeVar("T")
-Finish = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""images and their positions -> what the model is given, written into the third"""
 
 
-@runtime_checkable
-class Fills(Protocol):
-    """A source that reads into memory of the caller's, in pieces."""
+class Pending(Protocol):
+    """A micro-batch that is on its way."""
 
-    def empty(self, count: int, pinned: bool = False) -> Tensor: ...
+    def result(self) -> Room:
+        """The images, once all of them are there."""
+        ...
 
-    def fill(self, out: Tensor, indices: Tensor, draws: Tensor | None) -> Tensor: ...
+    def done(self) -> bool: ...
+
+    def cancel(self) -> None: ...
 
 
-class Pending:
-    """A batch that is on its way."""
-
-    def __init__(
-        self, join: Callable[[], tuple[Tensor, Tensor]], pieces: Sequence[Future[Any]]
-    ) -> None:
+class _Pending:
+    def __init__(self, join: Callable[[], Room], pieces: Sequence[Future[Any]]) -> None:
         self._join, self._pieces = join, pieces
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Images and labels, once all of them are there."""
+    def result(self) -> Room:
         return self._join()
 
     def done(self) -> bool:
@@ -51,56 +46,61 @@ class Pending:
 
 
 class Reader:
-    """Threads that read a source. `busy_seconds` is their work so far, all threads together.
-
-    With `finish` the threads also turn the bytes into numbers of that dtype; without it that is the
-    device's work, and with `pinned` the bytes lie where it can fetch them from.
-    """
+    """Threads that read a source. `busy_seconds` is their work so far, all together, of which
+    `core_seconds` were spent on a core."""
 
     def __init__(
         self,
         source: Source,
+        config: Config,
+        layout: Layout,
+        training: bool,
         threads: int,
-        pinned: bool = False,
-        finish: tuple[Finish, torch.dtype] | None = None,
+        pinned: bool,
     ) -> None:
-        self._source, self._pinned, self._finish = source, pinned, finish
+        self._source, self._layout, self._pinned = source, layout, pinned
+        self._order = Order(config.seed, len(source), training)
+        self._work = Work(source, config, layout, training) if isinstance(source, Fills) else None
         self._pool = ThreadPoolExecutor(threads, "reader")
         self._lock = threading.Lock()
-        self.threads = threads
-        self.busy_seconds = 0.0
+        self.busy_seconds = self.core_seconds = 0.0
 
-    def submit(self, indices: Tensor, positions: Tensor, draws: Tensor | None) -> Pending:
-        """Begin to read images; row i of draws is image i's randomness."""
-        source = self._source
-        if source.instant:
-            return Pending(lambda: source.read(indices, draws), [])
-        if not isinstance(source, Fills):
-            whole = self._pool.submit(self._timed, source.read, indices, draws)
-            return Pending(whole.result, [whole])
-        images = source.empty(len(indices), self._pinned)
-        fill, finish, numbers = source.fill, None, images
-        if self._finish is not None:
-            finish, dtype = self._finish
-            numbers = torch.empty(images.shape, dtype=dtype)
+    def submit(self, first: int, count: int) -> Pending:
+        """Begin to read the images at `count` positions from `first` on."""
+        if self._source.instant:
+            return _Pending(lambda: self._read(first, count), [])
+        if self._work is None:
+            whole = self._pool.submit(self._timed, self._read, first, count)
+            return _Pending(whole.result, [whole])
+        work = self._work
+        memory = torch.empty(self._layout.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        room = self._layout.views(memory, count)
+        pieces = [
+            self._pool.submit(self._timed, work.do, first + at, room.part(at, at + PIECE))
+            for at in range(0, count, PIECE)
+        ]
 
-        def read(piece: slice) -> Tensor:
-            labels = fill(images[piece], indices[piece], None if draws is None else draws[piece])
-            if finish is not None:
-                finish(images[piece], positions[piece], numbers[piece])
-            return labels
+        def join() -> Room:
+            for piece in pieces:
+                piece.result()
+            return room
 
-        starts = range(0, len(indices), _PIECE)
-        pieces = [self._pool.submit(self._timed, read, slice(at, at + _PIECE)) for at in starts]
-        return Pending(lambda: (numbers, torch.cat([piece.result() for piece in pieces])), pieces)
+        return _Pending(join, pieces)
+
+    def _read(self, first: int, count: int) -> Room:
+        positions = torch.arange(first, first + count)
+        indices, draws = self._order.indices(positions), self._order.draws(positions)
+        return Room(*self._source.read(indices, draws))
 
     def _timed(self, work: Callable[..., T], *arguments: object) -> T:
-        began = time.perf_counter()
+        began, core = time.perf_counter(), time.thread_time()
         try:
             return work(*arguments)
         finally:
+            spent = time.perf_counter() - began, time.thread_time() - core
             with self._lock:
-                self.busy_seconds += time.perf_counter() - began
+                self.busy_seconds += spent[0]
+                self.core_seconds += spent[1]
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)

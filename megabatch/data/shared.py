@@ -32,6 +32,9 @@ class SharedOut:
     """Records of a pack in the workers' memory. Every worker of the cluster makes one, tells it of
     each step, and closes it."""
 
+    checked = True
+    separable = False
+
     def __init__(self, records: FromPack, chosen: Tensor, config: Config, cluster: Cluster) -> None:
         self._records, self._chosen = records, chosen.numpy()
         self._config, self._cluster = config, cluster

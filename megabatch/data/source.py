@@ -6,13 +6,14 @@ evaluation crop), or float images that are taken as they are. The loader does th
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy
 import torch
 from torch import Tensor
 
 from megabatch.config import Config, UserError
+from megabatch.data.room import Room
 from megabatch.keyed import Purpose, keyed
 
 
@@ -32,6 +33,13 @@ class Source(Protocol):
         """Images (n, channels, size, size) and labels (n,); row i of draws is image i's
         randomness."""
         ...
+
+
+@runtime_checkable
+class Fills(Source, Protocol):
+    """A source of bytes that reads into room of the caller's, in pieces."""
+
+    def fill(self, room: Room, indices: Tensor, draws: Tensor | None) -> None: ...
 
 
 class Memory:

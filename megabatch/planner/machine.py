@@ -65,10 +65,10 @@ class Rate:
     workers: int = 1
 
 
-# Spread of a worker's step time, as a share of it. Nobody publishes it: 3 % is assumed for every
-# machine that has no measured or fitted value of its own, and docs/planner.md shows what moves
-# with it.
-JITTER = 0.03
+# Spread of a worker's step time, as a share of it. Nobody publishes it, and this is no measurement:
+# one constant for every machine without a value of its own, the whole per cent whose worst error is
+# the smallest over the four published efficiencies that it touches (docs/planner.md has the others).
+JITTER = 0.04
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from megabatch.config import Config, UserError, nearest
 from megabatch.planner.machine import Machine, load
-from megabatch.planner.run import FLAT, PLANNED, Forecast, Job, Setting
+from megabatch.planner.run import FLAT, LANES, PLANNED, Forecast, Job, Setting
 from megabatch.planner.step import WIRES
 from megabatch.planner.workload import Workload
 
@@ -69,7 +69,7 @@ def candidates(
     for name in PLANNED if plan is None else (plan,):
         for shape in grids(name, gpus) if grid is None else (grid,):
             for size in BUCKETS_MB if bucket_mb is None else (bucket_mb,):
-                yield Setting(name, shape, size, wire)
+                yield Setting(name, shape, size, wire, LANES)
 
 
 def grids(plan: str, gpus: int) -> list[tuple[int, int]]:

@@ -1,0 +1,105 @@
+"""A decoding process: `python -m megabatch.data.decoder TASK`, started by megabatch.data.decoders.
+
+It opens the images once and then becomes several, which share all that was opened. A process that
+dies is reported by the first, which does nothing but wait for the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+
+import torch
+
+from megabatch.config import Config, UserError
+from megabatch.data.decoders import DONE, FAILURE, MISTAKE, NO_SLOT, REPLY, REQUEST
+from megabatch.data.room import Layout
+from megabatch.data.slots import map_slots
+from megabatch.data.source import Fills, open_sources
+from megabatch.data.work import Work
+
+_MOST_WORDS = 2000  # a reply is written in one go, which a pipe does up to 4096 bytes
+_NICE = 5  # the loop that launches kernels goes first
+
+
+def main(task: dict) -> None:
+    requests, replies, file = task["files"]
+    try:
+        # The run decides when it ends: it finishes its step first, and needs images for that.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        torch.set_num_threads(1)
+        config = Config.from_json(task["config"])
+        data = config.data
+        dtype = getattr(torch, task["dtype"])
+        layout = Layout(task["form"], config.micro, data.size, data.channels, dtype)
+        works = []
+        for source, training in zip(open_sources(config), (True, False), strict=True):
+            assert isinstance(source, Fills)
+            works.append(Work(source, config, layout, training))
+        slots = torch.from_numpy(map_slots(file)).split(task["slot_bytes"])
+    except UserError as error:
+        reply(replies, NO_SLOT, MISTAKE, str(error))
+        return
+    except Exception:
+        reply(replies, NO_SLOT, FAILURE, f"a decoding process failed: {traceback.format_exc()}")
+        return
+    os.nice(_NICE)
+    for _ in range(task["processes"]):
+        if os.fork() == 0:
+            serve(works, layout, slots, requests, replies)
+            os._exit(0)
+    os.close(requests)
+    wait_for_others(replies)
+
+
+def serve(works: list[Work], layout: Layout, slots: tuple, requests: int, replies: int) -> None:
+    """Read pieces until nobody asks any more."""
+    while message := os.read(requests, REQUEST.size):
+        part, slot, first, count, begin, end = REQUEST.unpack(message)
+        began, core = time.perf_counter(), time.process_time()
+        outcome, words = DONE, ""
+        try:
+            works[part].do(first + begin, layout.views(slots[slot], count).part(begin, end))
+        except UserError as error:
+            outcome, words = MISTAKE, str(error)
+        except Exception:
+            outcome, words = FAILURE, f"a decoding process failed: {traceback.format_exc()}"
+        spent = time.perf_counter() - began, time.process_time() - core
+        try:
+            reply(replies, slot, outcome, words, *spent)
+        except BrokenPipeError:
+            return
+
+
+def wait_for_others(replies: int) -> None:
+    while True:
+        try:
+            _, status = os.wait()
+        except ChildProcessError:
+            return
+        code = os.waitstatus_to_exitcode(status)
+        if code:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            advice = "; is there enough memory?" if code == -signal.SIGKILL else ""
+            reply(replies, NO_SLOT, FAILURE, f"a decoding process {how}{advice}")
+
+
+def reply(
+    replies: int,
+    slot: int,
+    outcome: int,
+    words: str,
+    seconds: float = 0.0,
+    core_seconds: float = 0.0,
+) -> None:
+    said = words.encode()[-_MOST_WORDS:] if outcome == FAILURE else words.encode()[:_MOST_WORDS]
+    os.write(replies, REPLY.pack(slot, outcome, seconds, core_seconds, len(said)) + said)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,72 @@
+"""Rooms for micro-batches in memory that several processes share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+
+import numpy
+import torch
+
+from megabatch.data.room import Layout, Room
+
+
+class Slots:
+    """So many rooms of one layout, in a file without a name: it goes when the last process does.
+
+    A slot that was handed out as a room is free again once no tensor looks at it any more. Untouched
+    slots take no memory. With `pinned` a GPU can fetch from them while the host goes on.
+    """
+
+    def __init__(self, layout: Layout, count: int, pinned: bool) -> None:
+        self._layout, self._count, self._pinned = layout, count, pinned
+        self.nbytes = -(-layout.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.file = os.memfd_create("megabatch-slots")
+        os.ftruncate(self.file, count * self.nbytes)
+        self._memory = map_slots(self.file)
+        self._free = list(range(count))
+        self._registered: set[int] = set()
+
+    @property
+    def scarce(self) -> bool:
+        """Whether the next to be taken is the last."""
+        return len(self._free) < 2
+
+    def take(self) -> int:
+        # The one used last: its memory is there already, and in the caches.
+        slot = self._free.pop()
+        if self._pinned and slot not in self._registered:
+            address = self._slice(slot).ctypes.data
+            error = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
+            torch.cuda.check_error(int(error))
+            self._registered.add(slot)
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def room(self, slot: int, count: int) -> Room:
+        """What was written into a slot; it is given back with the last tensor of the room."""
+        if self.scarce:  # somebody keeps many micro-batches: theirs are copies from now on
+            copy = torch.from_numpy(self._slice(slot)).clone()
+            self.give_back(slot)
+            return self._layout.views(copy, count)
+        # Tensors hold on to this very array, not to what it is a slice of.
+        array = self._slice(slot)
+        weakref.finalize(array, self._free.append, slot).atexit = False
+        return self._layout.views(torch.from_numpy(array), count)
+
+    def _slice(self, slot: int) -> numpy.ndarray:
+        return self._memory[slot * self.nbytes : (slot + 1) * self.nbytes]
+
+    def close(self) -> None:
+        for slot in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._slice(slot).ctypes.data)
+        self._registered.clear()
+        os.close(self.file)
+
+
+def map_slots(file: int) -> numpy.ndarray:
+    """The memory behind a file of slots, in whichever process."""
+    return numpy.frombuffer(mmap.mmap(file, 0), numpy.uint8)
