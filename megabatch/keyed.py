@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from typing import Any
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-Bits = int | Tensor
+Array = NDArray[numpy.int64]
+Bits = Any
+"""integers; int64 tensors or arrays that broadcast"""
 
 
 class Purpose(IntEnum):
@@ -34,11 +39,12 @@ class Purpose(IntEnum):
 
 
 def mix(value: Bits) -> Bits:
-    """A bijective 32-bit mixer (xor-shift, multiply) for 32-bit values in integers or int64
-    tensors.
+    """A bijective 32-bit mixer (xor-shift, multiply) for 32-bit values in integers, int64 tensors
+    or arrays.
 
-    In tensors products wrap modulo 2^64; only their low 32 bits are kept, which the wrap leaves
-    right. The two multipliers are those of Wellons' low-bias search (0x7feb352d, 0x846ca68b).
+    In tensors and arrays products wrap modulo 2^64; only their low 32 bits are kept, which the wrap
+    leaves right. The two multipliers are those of Wellons' low-bias search (0x7feb352d,
+    0x846ca68b).
     """
     value = value ^ (value >> 16)
     value = (value * 0x7FEB352D) & _MASK
@@ -48,14 +54,14 @@ def mix(value: Bits) -> Bits:
 
 
 def keyed(seed: int, purpose: int, *keys: Bits) -> Bits:
-    """32 random bits for each combination of keys (integers, and int64 tensors that broadcast).
+    """32 random bits for each combination of keys.
 
     Give integers first: their part of the work is then done once, outside tensors.
     """
     state: Bits = seed & _MASK
     for key in (seed >> 32, purpose, *keys):
         # Both halves of a key count: positions of a long run pass 2^32.
-        state = mix((state * 0x9E3779B1 + key + (key >> 32) * 0x85EBCA77) & _MASK)
+        state = mix(((state * 0x9E3779B1 & _MASK) + key + (key >> 32) * 0x85EBCA77) & _MASK)
     return state
 
 
@@ -70,21 +76,26 @@ def shuffled(seed: int, positions: Tensor, images: int) -> Tensor:
     The permutation is a Feistel network on a grid of a x b >= images places, walked again where it
     leaves [0, images): any position costs the same few operations and nothing is stored.
     """
-    epoch, place = positions // images, positions % images
     a = math.isqrt(images - 1) + 1
     b = -(-images // a)
 
-    def network(place: Tensor, epoch: Tensor) -> Tensor:
+    def network(epoch: int, place: Array) -> Array:
         left, right = place % a, place // a
         for turn in range(4):
             left = (left + keyed(seed, Purpose.ORDER, 2 * turn, epoch, right)) % a
             right = (right + keyed(seed, Purpose.ORDER, 2 * turn + 1, epoch, left)) % b
         return right * a + left
 
-    place = network(place, epoch)
-    while bool((outside := place >= images).any()):
-        place[outside] = network(place[outside], epoch[outside])
-    return place
+    # Some hundred operations on short arrays: numpy begins each of them sooner than torch.
+    epochs, places = numpy.divmod(positions.numpy(), images)
+    found = numpy.empty_like(places)
+    for epoch in range(int(epochs.min(initial=0)), int(epochs.max(initial=0)) + 1):
+        here = epochs == epoch
+        place = network(epoch, places[here])
+        while (outside := place >= images).any():
+            place[outside] = network(epoch, place[outside])
+        found[here] = place
+    return torch.from_numpy(found)
 
 
 class Dropout(torch.nn.Module):

@@ -159,7 +159,7 @@ def train(
             clock.passed_over(time.monotonic() - paused)
             if _due(step.epoch, epoch, 1.0):
                 clock.waited_for_others(engine.exposed_seconds())
-                waits = clock.lap(loader.waited_seconds, loader.busy_seconds)
+                waits = clock.lap(loader.waited_seconds, loader.busy_seconds, loader.core_seconds)
                 log.verdict(state.steps, state.seen, waits, facts)
 
         seconds = time.monotonic() - began

@@ -18,8 +18,8 @@ _NOTABLE = 0.05
 """a share below this is not worth changing anything for"""
 _SPARE = 1.1
 """threads for a tenth more than was needed on average: images differ"""
-_BUSY = 0.8
-"""reading threads that worked less than this share of the time were waiting for storage"""
+_ON_CORES = 0.5
+"""readers that spent less than this share of their work on a core were waiting for storage"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Waits:
     communication: float
     """the loop waited for other workers"""
     reading: float = 0.0
-    """work of the reading threads, all together"""
+    """work of the reading threads or processes, all together"""
+    on_cores: float | None = None
+    """how much of that they spent on a core and not waiting for storage (None: not measured)"""
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,9 @@ def verdict(waits: Waits, facts: Facts) -> Verdict:
 
 def _input_advice(waits: Waits, facts: Facts) -> str:
     ways: list[str] = []
-    busy = waits.reading / (facts.threads * max(waits.seconds, 1e-9))
     packed_size = round(facts.size * 8 / 7)
-    if facts.packed and busy < _BUSY:
+    stored_slowly = waits.on_cores is not None and waits.on_cores < _ON_CORES * waits.reading
+    if facts.packed and stored_slowly:
         return "storage is slow, not decoding: copy the pack to local storage with --data.stage DIR"
     if not facts.packed or facts.stored_size == 0 or (facts.stored_size or 0) > 2 * packed_size:
         ways.append(f"pack at --size {packed_size}")
@@ -116,7 +118,7 @@ class Clock:
         self._now = now
         self._began = now()
         self._paused = self._communication = 0.0
-        self._input_before = self._reading_before = 0.0
+        self._input_before = self._reading_before = self._cores_before = 0.0
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:
@@ -144,16 +146,20 @@ class Clock:
         """Instead of `communicating`, where the waiting was measured elsewhere."""
         self._communication += seconds
 
-    def lap(self, input_seconds: float, reading_seconds: float) -> Waits:
-        """End an epoch; both arguments are running totals, such as a loader's waited_seconds and
-        busy_seconds."""
+    def lap(
+        self, input_seconds: float, reading_seconds: float, core_seconds: float | None = None
+    ) -> Waits:
+        """End an epoch; the arguments are running totals, such as a loader's waited_seconds,
+        busy_seconds and core_seconds."""
         now = self._now()
         waits = Waits(
             seconds=now - self._began - self._paused,
             input=input_seconds - self._input_before,
             communication=self._communication,
             reading=reading_seconds - self._reading_before,
+            on_cores=None if core_seconds is None else core_seconds - self._cores_before,
         )
         self._began, self._paused, self._communication = now, 0.0, 0.0
         self._input_before, self._reading_before = input_seconds, reading_seconds
+        self._cores_before = core_seconds or 0.0
         return waits

@@ -17,11 +17,12 @@ from megabatch import models, plans
 from megabatch.batch import Stage, count_steps
 from megabatch.bench.step import describe
 from megabatch.config import UserError
-from megabatch.planner import forecast, load, machine, published, smallest, workload
+from megabatch.execute import LANES as ENGINE_LANES
+from megabatch.planner import bundled, forecast, load, machine, published, smallest, workload
 from megabatch.planner.bundled import MACHINES
 from megabatch.planner.machine import Machine, Network, Node, Rate, Spine
 from megabatch.planner.price import Line, Price, legs, price
-from megabatch.planner.run import PLANNED, Job, Setting, epochs_to_target, stretches
+from megabatch.planner.run import LANES, PLANNED, Job, Setting, epochs_to_target, stretches
 from megabatch.planner.search import candidates, compare
 from megabatch.planner.step import (
     Bucket,
@@ -234,14 +235,6 @@ def test_a_slow_flow_slows_one_ring_and_not_four():
     assert ratio == pytest.approx(4)
 
 
-def test_two_that_send_to_each_other_may_be_slower_than_a_ring():
-    half = replace(UNIFORM, network=replace(UNIFORM.network, duplex=0.5))
-    swaps = PLANNED["halving_doubling"]
-    for plan, members, slower in ((RING, 4, 1), (RING, 2, 2), (swaps, 4, 2), (swaps, 2, 2)):
-        before, after = (price(plan, 1, members, place) for place in (UNIFORM, half))
-        assert after.seconds_per_byte == pytest.approx(slower * before.seconds_per_byte)
-
-
 def test_blocks_of_ranks_count_what_leaves_them():
     assert Line(8, 4, 32).leaving_ring(4) == 4
     assert Line(4, 1, 32).leaving_ring(4) == 0
@@ -407,20 +400,62 @@ def test_the_smallest_cluster_that_is_fast_enough():
         smallest(config, "dgx-h100", 1.0)
 
 
-def test_a_hundred_thousand_gpus_are_searched_in_two_seconds_at_no_more_cost():
+def test_a_hundred_thousand_gpus_are_searched_in_two_seconds():
     config = published.imagenet("resnet50", 131072)
-    job = Job.of(config, "dgx-h100", 100_000)
     began = time.process_time()
     found = forecast(config, "dgx-h100", 100_000)
     assert time.process_time() - began < 2
     assert found.gpus == 100_000
-    # by count: what is priced depends on the divisors, not on the size
+
+
+def calls_of(function):
+    """How many Python functions it calls: what it costs, the same on every machine."""
+    count = 0
+
+    def called(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(called)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_cost_does_not_grow_with_the_number_of_gpus():
+    config = published.imagenet("resnet50", 131072)
+    small, large = (
+        calls_of(lambda gpus=gpus: forecast(config, "dgx-h100", gpus, grid=(gpus // 8, 8)))
+        for gpus in (1024, 65536)
+    )
+    assert large <= 1.1 * small  # halving-doubling takes a step more each time they double
+    # a search over all grids pays for the divisors
     sizes = [len(list(candidates(n))) for n in (2**10, 2**13)]
     assert sizes[1] - sizes[0] == 3 * 5 * 8
-    assert job.gpus == 100_000
 
 
 # --- machines
+
+
+def test_the_machines_of_the_papers_and_of_today_are_bundled():
+    assert set(MACHINES) == {
+        "bigbasin-p100", "mn1-p100", "tencent-p40", "abci", "stampede2-knl", "stampede2-skx",
+        "horovod-v100-10gbe", "dgx-a100", "dgx-h100", "hgx-h200",
+    }  # fmt: skip
+
+
+def test_an_h100_is_as_fast_at_each_size_as_an_h200_in_proportion(monkeypatch):
+    measured = {50: 3000.0, 100: 4000.0, 400: 6500.0, 1024: 7400.0}
+    monkeypatch.setattr(bundled, "_H200", measured)
+    rates = {row.micro: row.images_per_second for row in bundled._h100()}
+    assert rates == pytest.approx({n: 7160 * rate / 6500 for n, rate in measured.items()})
+
+
+def test_plans_are_priced_with_the_lanes_that_the_trainer_has():
+    assert LANES == ENGINE_LANES
+    assert all(setting.lanes == LANES for setting in candidates(8))
 
 
 def test_every_constant_has_a_source_and_one_at_most_is_fitted():
@@ -497,15 +532,12 @@ def test_a_wrong_number_of_gpus_gets_one_sentence(gpus, sentence):
 
 
 ROWS = published.rows()
-# The planner finds nothing in Goyal's links that would cost what 256 GPUs lost: see the docs.
-MISSED = {"256 P100, efficiency from 8"}
 
 
-def test_published_rows_are_met_and_the_one_that_is_not_is_known():
+def test_published_rows_are_met():
     promised = [row for row in ROWS if row.tolerance is not None and not row.given]
     assert len(promised) == 7
-    assert {row.what for row in promised if not row.holds} == MISSED
-    assert all(abs(row.error) < 6.5 for row in promised if row.what in MISSED)
+    assert [row.what for row in promised if not row.holds] == []
 
 
 def test_a_row_that_gave_a_constant_is_met_exactly():
@@ -537,15 +569,30 @@ def test_what_a_fitted_constant_moves():
     assert quicker["2,048 KNL, 90 epochs"] == 0
 
 
-def test_the_assumed_jitter_decides_no_row_alone():
-    for factor, limit in ((0.5, 3.0), (1.5, 3.0)):
+def test_the_assumed_jitter_is_the_smallest_whole_per_cent_that_meets_all_rows_it_touches():
+    shared = [name for name, place in MACHINES.items() if place.jitter == machine.JITTER]
+    assert set(MACHINES) - set(shared) == {"abci"}
+
+    def missed(jitter):
+        others = {name: replace(MACHINES[name], jitter=jitter) for name in shared}
+        return any(row.holds is False for row in published.rows(MACHINES | others))
+
+    smallest_that_meets = next(cent for cent in range(100) if not missed(cent / 100))
+    assert smallest_that_meets / 100 == machine.JITTER
+
+
+def test_half_the_assumed_jitter_more_or_less_moves_no_efficiency_by_three_points():
+    for factor in (0.5, 1.5):
         for name in ("bigbasin-p100", "mn1-p100", "tencent-p40", "dgx-h100"):
             by = moved(name, jitter=MACHINES[name].jitter * factor)
-            assert all(abs(by[row.what]) < limit for row in ROWS if row.unit == "%")
+            assert all(abs(by[row.what]) < 3 for row in ROWS if row.unit == "%")
 
 
-def test_the_docs_hold_the_table():
-    assert published.table(ROWS) in DOCS.read_text()
+def test_the_docs_hold_the_tables():
+    docs = DOCS.read_text()
+    assert published.table(ROWS) in docs
+    assert published.jitter_table() in docs
+    assert published.sources_table() in docs
 
 
 def test_the_planner_needs_neither_torch_nor_numpy():

@@ -102,12 +102,13 @@ def test_advice_on_input():
     assert "more machines" in str(verdict(waits, raw))
 
 
-def test_threads_that_idle_while_the_loop_waits_mean_slow_storage():
-    waits = Waits(seconds=100, input=40, communication=0, reading=100)
+def test_readers_that_are_busy_without_a_core_wait_for_storage():
+    waits = Waits(seconds=100, input=40, communication=0, reading=390, on_cores=90)
     packed = replace(FACTS, packed=True, stored_size=256)
     assert "--data.stage" in str(verdict(waits, packed))
-    busy = replace(waits, reading=390)
-    assert "--data.stage" not in str(verdict(busy, packed))
+    assert "--data.stage" not in str(verdict(waits, FACTS))  # there is no pack to stage
+    for decoding in (replace(waits, on_cores=350), replace(waits, on_cores=None)):
+        assert "--data.stage" not in str(verdict(decoding, packed))
 
 
 def test_advice_on_communication():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,9 @@ import torch.distributed as dist
 from megabatch.bench.slowest import slowest
 from megabatch.cluster import Cluster
 
-_SMALL, _FIRST, _LARGEST = 4, 64 << 10, 16 << 20  # bytes of a message
+_SMALL, _FIRST, _LARGEST = 4, 64 << 10, 64 << 20  # bytes of a message
 _LONG_ENOUGH = 0.05  # seconds of a step that measures bandwidth: a slow link need not carry more
-
+_ROWS = 8
 
 # Whom a worker sends to and whom it receives from; None if it only looks on.
 Neighbours = tuple[int, int] | None
@@ -57,11 +58,13 @@ def _line(neighbours: Neighbours, cluster: Cluster) -> tuple[float, float]:
 
 
 def _step(neighbours: Neighbours, nbytes: int, rounds: int, cluster: Cluster) -> float:
-    """Median seconds of one of so many steps in a row, the first row not counted: workers that begin
-    late must not have the wire alone, and connections are opened once."""
+    """Median seconds of one of so many steps in a row; the first row connects and does not count.
+
+    In a row, because workers that begin late must not have the wire alone.
+    """
     message, room = torch.zeros(2, nbytes // 4, device=cluster.device)
     walk = partial(_walk, neighbours, message, room, rounds)
-    taken = [slowest(walk, cluster) / rounds for _ in range(10)]
+    taken = [slowest(walk, cluster) / rounds for _ in range(_ROWS)]
     return median(taken[1:])
 
 
@@ -76,8 +79,8 @@ def _walk(neighbours: Neighbours, message: torch.Tensor, room: torch.Tensor, rou
                 work.wait()
         return
     # As lanes.py does: gloo sends when the receiver has said that it is ready.
-    coming = [dist.irecv(room, left) for _ in range(rounds)]
-    sent = []
+    coming: list[Any] = [dist.irecv(room, left) for _ in range(rounds)]
+    sent: list[Any] = []
     for arrival in coming:
         sent.append(dist.isend(message, right))
         arrival.wait()

@@ -111,22 +111,25 @@ def normalise(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """uint8 images as numbers of about mean 0 and deviation 1, in `out` if that is given; floats
-    are the caller's own business."""
+    """uint8 images as numbers of about mean 0 and deviation 1, in `out` if that is given (channels
+    last); floats are the caller's own business."""
     if images.dtype != torch.uint8:
         return images.to(dtype)
-    shape = (1, -1, 1, 1)
-    offset = torch.tensor(mean, dtype=dtype, device=images.device).view(shape) * 255
-    scale = torch.tensor(std, dtype=dtype, device=images.device).view(shape) * 255
     if images.is_cuda:
-        return (images.to(dtype) - offset) / scale
-    # In simple steps, a few images at a time that stay in the cache: half the time of one
-    # operation with mixed types and strides.
-    numbers = torch.empty(images.shape, dtype=dtype) if out is None else out
-    few = max(1, _CACHED // max(1, images[0].numel())) if len(images) else 1
-    for some, result in zip(images.split(few), numbers.split(few), strict=True):
-        result.copy_(some.contiguous()).sub_(offset).div_(scale)
-    return numbers
+        offset, scale = (images.new_tensor(v, dtype=dtype).view(1, -1, 1, 1) for v in (mean, std))
+        return (images.to(dtype) - offset * 255) / (scale * 255)
+    # Row by row of pixels, in simple steps, a few images at a time that stay in the cache: a third
+    # of the time of one operation with mixed types and strides.
+    if out is None:
+        out = torch.empty(images.shape, dtype=dtype, memory_format=torch.channels_last)
+    count, channels, height, width = images.shape
+    rows = images.permute(0, 2, 3, 1).reshape(count, height, width * channels)
+    results = out.permute(0, 2, 3, 1).view(rows.shape)
+    offset, scale = (torch.tensor(v, dtype=dtype).mul(255).repeat(width) for v in (mean, std))
+    few = max(1, _CACHED // max(1, rows[0].numel())) if count else 1
+    for some, result in zip(rows.split(few), results.split(few), strict=True):
+        result.copy_(some).sub_(offset).div_(scale)
+    return out
 
 
 def finish(

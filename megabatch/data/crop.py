@@ -27,7 +27,8 @@ Boxes = NDArray[numpy.int64]
 
 def crop_draws(seed: int, positions: Tensor) -> Tensor:
     """The numbers that choose the crops of the images at these positions, a row each."""
-    return uniform(seed, Purpose.CROP, positions[:, None], torch.arange(CROP_DRAWS)[None, :])
+    keys = positions.numpy()[:, None], numpy.arange(CROP_DRAWS)[None, :]
+    return uniform(seed, Purpose.CROP, *keys)
 
 
 def choose_boxes(

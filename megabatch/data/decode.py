@@ -27,8 +27,8 @@ _MOST_PIXELS = 100_000_000
 _HARMLESS = "extraneous bytes before marker"
 
 
-# Rows of a JPEG are decoded in runs of this many at the most, and the last needs a few of the next.
-_ROWS = 16
+# Rows of a JPEG are decoded in runs of 8 or 16, and those of colour may look at the pair below.
+_ROWS, _ROWS_BELOW = 16, 2
 
 
 class BadImage(ValueError):
@@ -103,7 +103,7 @@ def region(
     else:
         left, upper, right, lower = box
     if trusted:
-        rows = -(-(lower * factor + _ROWS) // _ROWS) * _ROWS
+        rows = -(-(lower * factor + _ROWS_BELOW) // _ROWS) * _ROWS
         shorter = _shortened(data, rows) if rows < head.height else None
         if shorter is not None:
             data, head = shorter, head._replace(height=rows)

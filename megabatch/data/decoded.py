@@ -88,7 +88,8 @@ class Decoded:
                 heads.append(_head(image))
             heights, widths, _ = numpy.array(heads).T
             boxes = choose_boxes(self.data, heights, widths, draws).tolist()
-            for place, number in enumerate(numbers):
+            for place in range(len(numbers)):
+                number = numbers[place]  # whose name an error will say
                 part = self._part(stored[place], heads[place], boxes[place])
                 if room.shapes is None:
                     bring_to_size(part, room.images[place])

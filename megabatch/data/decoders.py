@@ -8,6 +8,8 @@ images (`megabatch.data.decoder`), and end when the pipe of requests is closed o
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import select
@@ -23,7 +25,8 @@ from megabatch.data.slots import Slots
 from megabatch.data.work import PIECE
 
 REQUEST = struct.Struct("<iiqiii")
-"""part (training or validation), slot, position of the micro-batch, its images, piece from and to"""
+"""part (training or validation), slot, position of the micro-batch, its images, a piece's from and
+to"""
 REPLY = struct.Struct("<iiddi")
 """slot, outcome, seconds, seconds of a core, length of the words that follow"""
 DONE, MISTAKE, FAILURE = range(3)
@@ -125,14 +128,11 @@ class Decoders:
         asked to."""
         if wait:
             select.select([self._replies], [self._requests] if self._unsent else [], [])
-        try:
+        # A pipe that is full is tried again later; of one that is broken the replies say why.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
             while self._unsent:
                 os.write(self._requests, self._unsent[0])
                 self._unsent.popleft()
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            pass  # the replies say why
         try:
             news = os.read(self._replies, _PIPE_BYTES)
         except BlockingIOError:
@@ -184,10 +184,6 @@ class Decoders:
 
 
 def _enlarge(pipe: int) -> None:
-    """Room for many requests, so that few of them wait here; where that is not allowed they wait."""
-    import fcntl
-
-    try:
+    """Room for many requests, so that few of them wait here; where that is not allowed they do."""
+    with contextlib.suppress(PermissionError):
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    except PermissionError:
-        pass

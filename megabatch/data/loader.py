@@ -24,14 +24,13 @@ from megabatch.data.augment import finish, normalise
 from megabatch.data.decoders import TRAINING, VALIDATION, Decoders, DecodersPart
 from megabatch.data.placement import (
     by_processes,
-    form_of,
     place,
     place_validation,
     separable,
     threads_of,
 )
 from megabatch.data.reader import Pending, Reader
-from megabatch.data.room import Layout, Room
+from megabatch.data.room import Layout, Room, form_of
 from megabatch.data.source import Source
 
 _LEAST_AHEAD, _MOST_AHEAD = 2, 64

@@ -3,17 +3,13 @@ workers'."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from megabatch.batch import Step
 from megabatch.cluster import Cluster
 from megabatch.config import Config, UserError
-from megabatch.data.room import Form
 from megabatch.data.source import Fills, Source
 
 _ROOM = 0.5
@@ -73,14 +69,6 @@ def threads_of(config: Config, cluster: Cluster) -> int:
     """How many threads a worker decodes with: as told, or its share of the machine's cores."""
     cores = len(os.sched_getaffinity(0))
     return config.data.threads or max(1, cores // cluster.local_world)
-
-
-def form_of(device: torch.device) -> Form:
-    """How far the host brings images: on a CPU to the model's numbers, before a GPU as far as
-    that can not do it better."""
-    if device.type == "cpu":
-        return "numbers"
-    return "crops" if importlib.util.find_spec("triton") else "bytes"
 
 
 def by_processes(source: Source, config: Config, cluster: Cluster) -> bool:

@@ -1,5 +1,4 @@
-"""Images that live in the device's memory, decoded once: a crop of each is two small matrix
-products."""
+"""Images that live in the device's memory, decoded once: to crop them is all that is left."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from megabatch.data.crop import choose_boxes, crop_on_device
 from megabatch.data.decode import Pixels, pixels
 from megabatch.data.decoded import Decoded, FromPack, with_channels
+from megabatch.data.room import form_of
 
 _SLAB = 4096
 _ROOM = 0.3
@@ -55,8 +55,14 @@ class Resident:
         widths = numpy.full(len(indices), self._width)
         boxes = torch.from_numpy(choose_boxes(self.data, heights, widths, draws))
         boxes, indices = (self._sent(t) for t in (boxes, indices))
-        images = crop_on_device(self._images[indices], boxes, self.data.size)
-        return images, self._labels[indices]
+        return self._cropped(indices, boxes), self._labels[indices]
+
+    def _cropped(self, indices: Tensor, boxes: Tensor) -> Tensor:
+        if form_of(self._device) == "crops":
+            from megabatch.kernels.resize import resize_boxes
+
+            return resize_boxes(self._images, indices, boxes, self.data.size)
+        return crop_on_device(self._images[indices], boxes, self.data.size)
 
     def _sent(self, tensor: Tensor) -> Tensor:
         if self._device.type == "cuda":

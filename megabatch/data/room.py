@@ -7,6 +7,7 @@ a GPU they are bytes of the model's size, or crops as they were decoded, which t
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,12 +23,20 @@ _ALIGNED = 64
 _ROOM_FOR_CROPS = 1.75
 
 
+def form_of(device: torch.device) -> Form:
+    """How far the host brings images: on a CPU to the model's numbers, for a GPU no further than
+    it must."""
+    if device.type == "cpu":
+        return "numbers"
+    return "crops" if importlib.util.find_spec("triton") else "bytes"
+
+
 @dataclass(frozen=True)
 class Room:
     """A micro-batch, or a part of one, as views of somebody's memory."""
 
     images: Tensor
-    """numbers or bytes: n x channels x size x size; crops: n x bytes"""
+    """numbers or bytes: n x channels x size x size, channels last in memory; crops: n x bytes"""
     labels: Tensor
     shapes: Tensor | None = None
     """of crops: height and width"""
@@ -74,11 +83,11 @@ class Layout:
             at = _aligned(8 * self.count)
             shapes = memory[at : at + 8 * count].view(torch.int32).view(count, 2)
             return Room(images.view(count, self.image_bytes), labels, shapes, memory)
-        if self.form == "bytes":  # channels last: as they are decoded, and resized fastest
-            shape = (count, self.size, self.size, self.channels)
-            return Room(images.view(shape).permute(0, 3, 1, 2), labels, None, memory)
-        shape = (count, self.channels, self.size, self.size)
-        return Room(images.view(self.dtype).view(shape), labels, None, memory)
+        # Channels last: as images are decoded, and resized fastest.
+        shape = (count, self.size, self.size, self.channels)
+        if self.form == "numbers":
+            images = images.view(self.dtype)
+        return Room(images.view(shape).permute(0, 3, 1, 2), labels, None, memory)
 
 
 def _aligned(nbytes: int) -> int:

@@ -15,8 +15,8 @@ from megabatch.data.room import Layout, Room
 class Slots:
     """So many rooms of one layout, in a file without a name: it goes when the last process does.
 
-    A slot that was handed out as a room is free again once no tensor looks at it any more. Untouched
-    slots take no memory. With `pinned` a GPU can fetch from them while the host goes on.
+    A slot that was handed out as a room is free again once no tensor looks at it any more.
+    Untouched slots take no memory. With `pinned` a GPU can fetch from them while the host goes on.
     """
 
     def __init__(self, layout: Layout, count: int, pinned: bool) -> None:

@@ -15,7 +15,7 @@ from megabatch.data.room import Layout, Room
 from megabatch.data.source import Fills
 from megabatch.keyed import shuffled
 
-PIECE = 16
+PIECE = 32
 """images of a request: few enough that a micro-batch is finished by all together, enough that
 choosing their crops costs little"""
 

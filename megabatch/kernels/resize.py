@@ -46,8 +46,8 @@ def resize_at(
     return out.permute(0, 3, 1, 2)
 
 
-@triton.jit
-def _resize(
+@triton.jit  # type: ignore[untyped-decorator]
+def _resize(  # type: ignore[no-untyped-def]
     pixels, begins, pitches, shapes, out, size, CHANNELS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """A block of pixels of one result. Each is the mean of the pixels around its place, weighted by

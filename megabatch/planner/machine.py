@@ -39,9 +39,6 @@ class Network:
     nics: int = 1
     flow_bytes_per_second: float | None = None
     """the most that one pair of workers gets (None: all NICs, as NCCL's channels do)"""
-    duplex: float = 1.0
-    """what two workers keep of their speed while both send to each other (below 1 over TCP, whose
-    acknowledgements then wait behind data)"""
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,8 @@ class Rate:
 
 
 # Spread of a worker's step time, as a share of it. Nobody publishes it, and this is no measurement:
-# one constant for every machine without a value of its own, the whole per cent whose worst error is
-# the smallest over the four published efficiencies that it touches (docs/planner.md has the others).
+# one constant for every machine without a value of its own, the smallest whole per cent that has
+# the four published efficiencies it touches within 5 points. docs/planner.md has the alternatives.
 JITTER = 0.04
 
 

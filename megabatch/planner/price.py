@@ -231,7 +231,6 @@ def _pace(line: Line, machine: Machine, closed: bool = True) -> float:
         line.leaving_ring(machine.workers_per_node, closed),
         line.leaving_ring(rack, closed) if rack else 0,
         inside or line.touches(machine.workers_per_node) == 1,
-        swaps=closed and line.members == 2,
     )
 
 
@@ -244,24 +243,17 @@ def _swap_pace(line: Line, distance: int, machine: Machine, sending: float = 1.0
         max(1, node_flows * sending) if node_flows else 0,
         max(1, rack_flows * sending) if rack_flows else 0,
         node_flows == 0,
-        swaps=sending == 1.0,
     )
 
 
-def _slowest(
-    machine: Machine, node_flows: float, rack_flows: float, inside: bool, swaps: bool
-) -> float:
-    """Seconds a byte where so many messages share a node's NICs and a rack's uplinks.
-
-    `swaps`: each worker sends to the one that it receives from.
-    """
+def _slowest(machine: Machine, node_flows: float, rack_flows: float, inside: bool) -> float:
+    """Seconds a byte where so many messages share a node's NICs and a rack's uplinks."""
     paces = [1 / machine.node.bytes_per_second] if inside and machine.node else []
     network = machine.network
     if node_flows and network:
         nics = network.nics * network.bytes_per_second
         flow = min(nics, network.flow_bytes_per_second or nics)
-        kept = network.duplex if swaps else 1.0
-        paces += [node_flows / nics / kept, 1 / flow / kept]
+        paces += [node_flows / nics, 1 / flow]
         if rack_flows and machine.spine:
             uplinks = nics * machine.spine.nodes_per_rack / machine.spine.oversubscription
             paces.append(rack_flows / uplinks)

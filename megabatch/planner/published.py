@@ -254,5 +254,32 @@ def table(found: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def jitter_table(shares: tuple[float, ...] = (0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08)) -> str:
+    """Each published efficiency with another jitter on every machine, fitted ones too."""
+    found = [[row for row in rows(_with_jitter(share)) if row.unit == "%"] for share in shares]
+    lines = [
+        f"| row | published | {' | '.join(f'{share:.0%}' for share in shares)} |",
+        "|" + "---|" * (2 + len(shares)),
+    ]
+    for same in zip(*found, strict=True):
+        cells = " | ".join(f"{row.predicted:.1f}" for row in same)
+        lines.append(f"| {same[0].paper}: {same[0].what} | {same[0].published:.1f} | {cells} |")
+    return "\n".join(lines)
+
+
+def _with_jitter(share: float) -> dict[str, Machine]:
+    return {name: replace(machine, jitter=share) for name, machine in MACHINES.items()}
+
+
+def sources_table() -> str:
+    """Where each constant of each bundled machine is from."""
+    lines = ["| machine | constant | source |", "|---|---|---|"]
+    for machine in MACHINES.values():
+        for name, source in machine.sources.items():
+            mark = " **(fitted)**" if machine.fitted.split(".")[0] == name else ""
+            lines.append(f"| {machine.name} | {name}{mark} | {source} |")
+    return "\n".join(lines)
+
+
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

@@ -1,11 +1,11 @@
-"""The planner against real messages: hosts are network namespaces behind a slow link (root, Linux).
+"""The planner against real steps between hosts that are network namespaces (root, Linux).
 
-Links are measured by single steps of rings and written to machine.json. Then steps are run that
-were not measured (other sizes, plans, grids, bucket sizes and worlds) and compared with what the
-planner says of them. Backward is a sleep, so that two cores can play many workers; every byte is
-real.
+`megabatch bench sync` measures the links into machine.json, and training steps without messages add
+what computing takes. The planner then says how long sums and steps take that were not measured:
+other sizes, plans, grids, bucket sizes and worlds. Only then are they run, by the engine that
+trains.
 
-    python results/planner/emulated.py [--hosts 4 --each 2 --rate 40mbit]
+    python results/planner/emulated.py --out results/planner/first
 """
 
 from __future__ import annotations
@@ -13,311 +13,250 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
+import platform
 import statistics
 import subprocess
 import sys
-import threading
-import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-BRIDGE, NET = "mbplan", "10.77.0"
-MEASURED = 200_000  # bytes: a message of the size that the pieces of a bucket have
+sys.path.insert(0, str(HERE.parents[1]))
+HOSTS, EACH = 4, 2
+MODEL, SIZE, CHANNELS, CLASSES = "small20", 32, 3, 10
+COMPUTED = (2, 16)  # images of a pass whose time is measured without messages; rows use others
+REPEATS = 9
 
-# (world, grid, plan, bytes of each bucket, share of backward at which each is ready, backward)
-Case = tuple[int, tuple[int, int], str, list[int], list[float], float]
+
+@dataclass(frozen=True)
+class Case:
+    """A sum of so many bytes, or (micro > 0) a training step."""
+
+    hosts: int
+    plan: str
+    grid: tuple[int, int]
+    nbytes: int = 0
+    micro: int = 0
+    bucket_mb: float = 0.0
+
+    @property
+    def world(self) -> int:
+        return self.hosts * EACH
+
+    def __str__(self) -> str:
+        shape = f"{self.world} | {self.grid[0]} x {self.grid[1]} | {self.plan}"
+        if not self.micro:
+            return f"{shape} | sum of {self.nbytes:,} B"
+        return f"{shape} | step, {self.micro} images, buckets of {self.bucket_mb:g} MB"
 
 
-def cases(hosts: int, each: int) -> list[Case]:
-    """What is run: all-reduces alone, then steps whose buckets leave during backward."""
-    found: list[Case] = []
-    world = hosts * each
+def cases() -> list[Case]:
+    """Those of most hosts first, in the order in which they are run."""
+    found = []
     for nbytes in (50_000, 200_000, 800_000):
-        found.append((world, (1, world), "ring", [nbytes], [1.0], 0.0))
-        found.append((world, (1, world), "halving_doubling", [nbytes], [1.0], 0.0))
+        found += [Case(HOSTS, plan, (1, 8), nbytes) for plan in ("ring", "halving_doubling")]
         for plan in ("torus", "hierarchical", "three_phase", "blueconnect"):
-            found.append((world, (hosts, each), plan, [nbytes], [1.0], 0.0))
-        found.append((world, (each, hosts), "torus", [nbytes], [1.0], 0.0))
-    for world, grid in ((2 * each, (2, each)), (3 * each, (3, each))):
-        for plan in ("ring", "torus", "hierarchical"):
-            shape = (1, world) if plan == "ring" else grid
-            found.append((world, shape, plan, [600_000], [1.0], 0.0))
-    world = hosts * each
-    for count in (2, 4, 8):
-        for plan, grid in (("torus", (hosts, each)), ("ring", (1, world))):
-            ready = [(k + 1) / count for k in range(count)]
-            found.append((world, grid, plan, [800_000 // count] * count, ready, 0.25))
+            found.append(Case(HOSTS, plan, (4, 2), nbytes))
+        found.append(Case(HOSTS, "torus", (2, 4), nbytes))
+    for plan, grid in (("ring", (1, 8)), ("halving_doubling", (1, 8)), ("torus", (4, 2))):
+        for micro, bucket_mb in ((4, 0.1), (4, 0.3), (8, 0.1), (8, 0.3), (8, 1.0), (8, 10.0)):
+            found.append(Case(HOSTS, plan, grid, micro=micro, bucket_mb=bucket_mb))
+    for hosts in (3, 2):
+        found.append(Case(hosts, "ring", (1, hosts * EACH), 600_000))
+        found += [Case(hosts, plan, (hosts, EACH), 600_000) for plan in ("torus", "hierarchical")]
     return found
+
+
+# --- what the planner says ----------------------------------------------------------------------
+
+
+def predict(case: Case, file: str) -> float:
+    from megabatch.config import Config, Data
+    from megabatch.planner import forecast, load
+    from megabatch.planner.price import price
+    from megabatch.planner.run import PLANNED
+
+    machine = load(file)
+    if not case.micro:
+        return price(PLANNED[case.plan], *case.grid, machine).seconds(case.nbytes)
+    batch = case.micro * case.world
+    data = Data("synthetic", size=SIZE, channels=CHANNELS, images=10 * batch, classes=CLASSES)
+    config = Config(name="emulated", model=MODEL, batch=batch, epochs=1.0, data=data)
+    found = forecast(
+        config, machine, case.world, plan=case.plan, grid=case.grid, bucket_mb=case.bucket_mb
+    )
+    return found.step_seconds
 
 
 # --- one worker ---------------------------------------------------------------------------------
 
 
-def run_plan(plan: Any, grid: tuple[int, int], tensor: Any, rank: int, group: Any) -> None:
-    """The messages of a plan, step by step: all sends of a step go before its receives."""
-    from itertools import groupby
-
+def sum_of(case: Case, cluster: Any) -> Callable[[], None]:
     import torch
-    import torch.distributed as dist
 
-    from megabatch.plans import stages
+    from megabatch.choice import named
+    from megabatch.execute import execute
 
-    for stage in stages(plan, *grid):
-        for _, moves in groupby(stage.moves(rank), key=lambda move: move.step):
-            sent, received = [], []
-            for move in moves:
-                part = tensor[slice(*move.slice.bounds(len(tensor)))]
-                if move.action == "send":
-                    sent.append(dist.isend(part, move.peer, group=group))
-                else:
-                    arrived = torch.empty_like(part)
-                    received.append((move, part, arrived, dist.irecv(arrived, move.peer, group)))
-            for move, part, arrived, work in received:
-                work.wait()
-                if move.op == "add":
-                    part += arrived
-                else:
-                    part.copy_(arrived)
-            for work in sent:
-                work.wait()
+    plan, tensor = named(engine_name(case.plan), "gloo"), torch.zeros(case.nbytes // 4)
+    return lambda: execute(plan, tensor, cluster)
 
 
-def run_step(case: Case, rank: int, group: Any) -> float:
-    """Seconds from the beginning of backward to the arrival of the last bucket."""
+def training_step(
+    cluster: Any, micro: int, plan: str | None = None, bucket_mb: float = 1.0
+) -> Callable[[], None]:
+    """A step of one pass a worker: forward, backward, the sum over the cluster, update."""
     import torch
-    import torch.distributed as dist
+    from torch.nn.functional import cross_entropy
 
-    from megabatch.planner.run import PLANNED
+    from megabatch import models
+    from megabatch.optim import LARS, parameter_groups
+    from megabatch.sync import GradientSum
 
-    world, grid, plan, sizes, ready, backward = case
-    buckets = [torch.ones(nbytes // 4) for nbytes in sizes]
-    full: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    net = models.build(MODEL, CLASSES, CHANNELS, SIZE)
+    optimizer = LARS(parameter_groups(net, weight_decay=5e-5), lr=0.0, momentum=0.9)
+    engine = GradientSum(net, cluster, 0, tree=False, bucket_bytes=1e6 * bucket_mb, plan=plan)
+    images = torch.randn(micro, CHANNELS, SIZE, SIZE)
+    labels = torch.randint(CLASSES, (micro,))
 
-    def lane() -> None:
-        while (bucket := full.get()) is not None:
-            run_plan(PLANNED[plan], grid, bucket, rank, group)
+    def step() -> None:
+        engine.begin(cluster.world)
+        engine.backward(cross_entropy(net(images), labels), torch.zeros(0))
+        engine.finish()
+        optimizer.step()
 
-    dist.barrier(group)
-    began = time.perf_counter()
-    thread = threading.Thread(target=lane)
-    thread.start()
-    for bucket, share in zip(buckets, ready, strict=True):
-        time.sleep(max(0.0, began + share * backward - time.perf_counter()))
-        full.put(bucket)
-    full.put(None)
-    thread.join()
-    taken = time.perf_counter() - began
-    assert all(bool((bucket == world).all()) for bucket in buckets), "the sum is wrong"
-    return taken
+    return step
 
 
-def least_of(measure: Any, times: int, group: Any) -> float:
-    """Of so many repetitions the quickest, each by its slowest worker: what else runs on the box
-    only ever adds."""
+def engine_name(plan: str) -> str:
+    """The planner's name of a plan as the trainer takes it."""
+    return "ring:halving_doubling" if plan == "halving_doubling" else plan
+
+
+def work(task: str, file: Path) -> None:
+    """Measure what computing takes, or the rows of as many hosts as there are."""
     import torch
-    import torch.distributed as dist
 
-    measure()
-    found = []
-    for _ in range(times):
-        slowest = torch.tensor([measure()], dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        found.append(float(slowest))
-    return min(found)
-
-
-def shift(hosts: int, each: int, workers: int, nbytes: int, rank: int, swap: bool = False) -> float:
-    """One message from some workers of each host to those of the next (swap: of its pair)."""
-    import torch
-    import torch.distributed as dist
-
-    host, place = divmod(rank, each)
-    there, back = (host ^ 1, host ^ 1) if swap else ((host + 1) % hosts, (host - 1) % hosts)
-    mine, theirs = torch.ones(2, max(1, nbytes // 4))
-    # Large ones several times in a row: workers that begin late must not have the wire alone.
-    rounds = 1 if nbytes < 1000 else 6
-
-    def once() -> float:
-        dist.barrier()
-        if place >= workers or host >= hosts or there >= hosts:
-            return 0.0
-        began = time.perf_counter()
-        for _ in range(rounds):
-            sent = dist.isend(mine, there * each + place)
-            dist.irecv(theirs, back * each + place).wait()
-            sent.wait()
-        return (time.perf_counter() - began) / rounds
-
-    return least_of(once, 25 if rounds == 1 else 6, dist.group.WORLD)
-
-
-def links_of(hosts: int, each: int, rank: int) -> dict[str, Any]:
-    """By single steps of rings: one worker of a host, all of them, both ways at once; inside."""
-    latency = shift(hosts, each, 1, 4, rank)
-    flow = MEASURED / (shift(hosts, each, 1, MEASURED, rank) - latency)
-    everyone = shift(hosts, each, each, MEASURED, rank) - latency
-    both_ways = shift(hosts, each, each, MEASURED, rank, swap=True) - latency
-    nic = max(flow, each * MEASURED / everyone)
-    network = {
-        "latency_seconds": latency,
-        "bytes_per_second": nic,
-        "flow_bytes_per_second": flow,
-        "duplex": min(1.0, everyone / both_ways),
-    }
-    if each == 1:
-        return {"network": network}
-    # inside a host the workers are each other's hosts
-    near, far = (shift(each, 1, 1, nbytes, rank) for nbytes in (4, 20 * MEASURED))
-    node = {"latency_seconds": near, "bytes_per_second": 20 * MEASURED / (far - near)}
-    return {"node": node, "network": network}
-
-
-def work(rank: int, hosts: int, each: int) -> None:
-    import torch
-    import torch.distributed as dist
+    from megabatch.bench.slowest import slowest
+    from megabatch.cluster import Cluster
+    from megabatch.planner.machine import update
 
     torch.set_num_threads(1)
-    store = dist.TCPStore(f"{NET}.1", 29511, hosts * each, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=hosts * each)
-    links = links_of(hosts, each, rank)
-    groups = {
-        world: dist.new_group(list(range(world)))
-        for world in sorted({case[0] for case in cases(hosts, each)})
+    cluster = Cluster.from_env(None, "cpu")
+
+    def seconds(call: Callable[[], None]) -> float:
+        """Median time of the slowest worker; the first calls connect and allocate."""
+        return statistics.median([slowest(call, cluster) for _ in range(REPEATS + 2)][2:])
+
+    rows: list[dict[str, Any]] = []
+    if task == "compute":
+        alone = replace(cluster, rank=0, world=1, grid=(1, 1))
+        for micro in COMPUTED:
+            rate = micro / seconds(training_step(alone, micro))
+            row = {"model": MODEL, "micro": micro, "images_per_second": rate}
+            rows.append(row | {"workers": cluster.world})
+        if cluster.first:
+            source = "results/planner/emulated.py, all workers at once, no messages"
+            update(file, {"compute": rows, "host": host(), "sources": {"compute": source}})
+    else:
+        for case in (case for case in cases() if case.world == cluster.world):
+            shaped = replace(cluster, grid=case.grid)
+            if case.micro:
+                plan = engine_name(case.plan)
+                taken = seconds(training_step(shaped, case.micro, plan, case.bucket_mb))
+            else:
+                taken = seconds(sum_of(case, shaped))
+            rows.append({"what": str(case), "seconds": taken})
+        if cluster.first:
+            file.write_text(json.dumps(rows))
+    cluster.leave()
+
+
+def host() -> dict[str, Any]:
+    import torch
+
+    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return {
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "congestion control": congestion,
     }
-    rows = []
-    for case in cases(hosts, each):
-        if rank < case[0]:
-            group = groups[case[0]]
-            taken = least_of(lambda case=case, group=group: run_step(case, rank, group), 7, group)
-            rows.append({"case": case, "seconds": taken})
-        dist.barrier()
-    if rank == 0:
-        print(json.dumps({"links": links, "rows": rows}), flush=True)
-    dist.destroy_process_group()
 
 
-# --- the hosts ----------------------------------------------------------------------------------
+# --- all of them --------------------------------------------------------------------------------
 
 
-def shell(words: str, quiet: bool = False) -> None:
-    subprocess.run(words.split(), check=not quiet, stderr=subprocess.DEVNULL if quiet else None)
+def measure(rate: str, machine: Path) -> list[dict[str, Any]]:
+    """Rows with a case, what was predicted, and then the seconds that it took."""
+    from benchmarks.hosts import hosts, run
+
+    me = [sys.executable, __file__]
+    sync = [sys.executable, "-m", "megabatch.cli", "bench", "sync", "--sizes", "4096"]
+    part = machine.with_suffix(".part")
+
+    def do(names: list[str], command: list[str]) -> None:
+        if run(names, EACH, command, timeout=240):
+            raise SystemExit(f"{' '.join(command)} failed")
+
+    rows: list[dict[str, Any]] = []
+    with hosts(HOSTS, rate) as names:
+        for name in names:
+            narrow(name, rate)
+        machine.unlink(missing_ok=True)
+        do(names, [*sync, "--repeats", "3", "--machine", str(machine)])
+        do(names, [*me, "--task", "compute", "--file", str(machine)])
+        predicted = [predict(case, str(machine)) for case in cases()]
+        for count in sorted({case.hosts for case in cases()}, reverse=True):
+            do(names[:count], [*me, "--task", "rows", "--file", str(part)])
+            rows += json.loads(part.read_text())
+    part.unlink()
+    return [row | {"predicted": said} for row, said in zip(rows, predicted, strict=True)]
 
 
-def set_up(hosts: int, rate: str) -> None:
-    shell(f"ip link add {BRIDGE} type bridge")
-    shell(f"ip link set {BRIDGE} mtu 9000 up")
-    for host in range(hosts):
-        name = f"{BRIDGE}{host}"
-        shell(f"ip netns add {name}")
-        shell(f"ip link add {name} mtu 9000 type veth peer name eth0 mtu 9000 netns {name}")
-        shell(f"ip link set {name} master {BRIDGE} up")
-        shell(f"ip -n {name} link set lo up")
-        shell(f"ip -n {name} link set eth0 up")
-        shell(f"ip -n {name} addr add {NET}.{host + 1}/24 dev eth0")
-        shell(f"ip netns exec {name} tc qdisc add dev eth0 root handle 1: tbf rate {rate} "
-              f"burst 20kb latency 2s")  # fmt: skip
-        # Acknowledgements must not wait behind data, as they do not in a real NIC's short
-        # queue; and a lane that was idle must not start slowly.
-        for setting in (
-            "tcp_limit_output_bytes=30000",
-            "tcp_slow_start_after_idle=0",
-            "tcp_rmem=4096 4194304 8388608",
-            "tcp_wmem=4096 4194304 8388608",
-        ):
-            sysctl = ["ip", "netns", "exec", name, "sysctl", "-qw", f"net.ipv4.{setting}"]
-            subprocess.run(sysctl, check=True)
+def narrow(name: str, rate: str) -> None:
+    """Let no more than two packets of a host leave at once, and drop none.
+
+    The burst that benchmarks/hosts.py allows lets a whole bucket through after an idle moment, as
+    if the link were faster than it is.
+    """
+    limit = f"tbf rate {rate} burst 20kb limit 8mb"
+    words = f"ip netns exec {name} tc qdisc replace dev eth0 root {limit}"
+    subprocess.run(words.split(), check=True)
 
 
-def take_down(hosts: int) -> None:
-    for host in range(hosts):
-        shell(f"ip netns del {BRIDGE}{host}", quiet=True)
-    shell(f"ip link del {BRIDGE}", quiet=True)
-
-
-def measure(hosts: int, each: int, rate: str) -> dict[str, Any]:
-    take_down(hosts)
-    set_up(hosts, rate)
-    try:
-        workers = []
-        for rank in range(hosts * each):
-            name = f"{BRIDGE}{rank // each}"
-            command = ["ip", "netns", "exec", name, sys.executable, __file__, "--rank", str(rank),
-                       "--hosts", str(hosts), "--each", str(each)]  # fmt: skip
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-            workers.append(
-                subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-            )
-        said = [worker.communicate(timeout=500)[0] for worker in workers]
-        if any(worker.returncode for worker in workers):
-            raise SystemExit("a worker failed")
-        measured: dict[str, Any] = json.loads(said[0])
-        return measured
-    finally:
-        take_down(hosts)
-
-
-# --- the comparison -----------------------------------------------------------------------------
-
-
-def predict(case: Case, machine: Any) -> float:
-    from megabatch.planner.price import price
-    from megabatch.planner.run import PLANNED
-    from megabatch.planner.step import Bucket, send
-
-    _, grid, plan, sizes, ready, backward = case
-    full = [Bucket(float(n), share) for n, share in zip(sizes, ready, strict=True)]
-    return send(full, price(PLANNED[plan], *grid, machine), 0.0, backward)[-1].end
-
-
-def compare(measured: dict[str, Any], each: int, rate: str, folder: Path) -> str:
-    from megabatch.planner.machine import load, update
-
-    file = folder / "machine.json"
-    file.unlink(missing_ok=True)
-    update(file, {
-        "name": "emulated", "workers_per_node": each, "links": measured["links"],
-        "host": {"emulated": f"network namespaces, tbf rate {rate}, MTU 9000"},
-        "sources": {"links": "results/planner/emulated.py, single steps of rings"},
-    })  # fmt: skip
-    machine = load(str(file))
+def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| workers | grid | plan | buckets | backward | measured | planner | error |",
-        "|---|---|---|---|---|---|---|---|",
+        "| workers | grid | plan | what | measured | planner | error |",
+        "|---|---|---|---|---|---|---|",
     ]
-    errors = []
-    for row in measured["rows"]:
-        world, grid, plan, sizes, _, backward = case = row["case"]
-        said = predict(case, machine)
-        errors.append(said / row["seconds"] - 1)
+    errors = [row["predicted"] / row["seconds"] - 1 for row in rows]
+    for row, error in zip(rows, errors, strict=True):
         lines.append(
-            f"| {world} | {grid[0]} x {grid[1]} | {plan} | {len(sizes)} x {sizes[0]:,} B "
-            f"| {1e3 * backward:.0f} ms | {1e3 * row['seconds']:.1f} ms | {1e3 * said:.1f} ms "
-            f"| {errors[-1]:+.0%} |"
+            f"| {row['what']} | {1e3 * row['seconds']:.1f} ms | {1e3 * row['predicted']:.1f} ms "
+            f"| {error:+.0%} |"
         )
-    sizes = sorted(abs(error) for error in errors)
-    summary = f"median error {statistics.median(sizes):.0%}, worst {sizes[-1]:.0%}"
-    return "\n".join([summary + f", {len(sizes)} rows", "", *lines])
+    sizes = sorted(map(abs, errors))
+    summary = f"median error {statistics.median(sizes):.1%}, worst {sizes[-1]:.1%}"
+    return "\n".join([f"{summary}, {len(sizes)} rows", "", *lines])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--each", type=int, default=2)
-    parser.add_argument("--rate", default="40mbit")
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--again", action="store_true", help="compare what was measured before")
+    parser.add_argument("--rate", default="40mbit", help="of each host's link, as tc writes it")
+    parser.add_argument("--out", type=Path, default=HERE / "first", help="folder for what is made")
+    parser.add_argument("--task", choices=("compute", "rows"), help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     flags = parser.parse_args()
-    if flags.rank is not None:
-        work(flags.rank, flags.hosts, flags.each)
+    if flags.task:
+        work(flags.task, flags.file)
         return
-    file = HERE / "emulated.json"
-    if not flags.again:
-        file.write_text(json.dumps(measure(flags.hosts, flags.each, flags.rate)) + "\n")
-    table = compare(json.loads(file.read_text()), flags.each, flags.rate, HERE)
-    (HERE / "emulated.md").write_text(table + "\n")
-    print(table)
+    flags.out.mkdir(parents=True, exist_ok=True)
+    rows = measure(flags.rate, flags.out / "machine.json")
+    (flags.out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (flags.out / "table.md").write_text(table(rows) + "\n")
+    print(table(rows))
 
 
 if __name__ == "__main__":
