@@ -37,8 +37,10 @@ _LEAST_AHEAD, _MOST_AHEAD = 2, 64
 _MOST_AHEAD_BYTES = 256 << 20
 _NOTICED_SECONDS = 1e-3
 _VALIDATION_AHEAD = 8
+_COPIES = 2
+"""micro-batches on their way to a GPU"""
 _IN_USE = 4
-"""micro-batches beside those that are read ahead: in training, copied, prepared"""
+"""micro-batches beside those that are read ahead: copied, prepared, trained on"""
 
 Submit = Callable[[int, int], Pending]
 """position of the first image, how many -> the micro-batch on its way"""
@@ -228,8 +230,8 @@ class Loader:
             copied.record()
             # The host's memory may be used again when the copy is done, not when it is ordered.
             self._copied.append((copied, room))
-            while self._copied[0][0].query():
-                self._copied.popleft()
+            while len(self._copied) > _COPIES or (self._copied and self._copied[0][0].query()):
+                self._copied.popleft()[0].synchronize()
             room = self._layout.views(memory, len(labels))
             images, labels, shapes = room.images, room.labels, room.shapes
         elif self._side is not None:
