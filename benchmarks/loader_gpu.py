@@ -255,6 +255,7 @@ def step_losses(
                 224,
                 packed=True,
                 stored_size={"256": 256, "originals": 0}.get(Path(data.path).stem),
+                readers=loader.readers,
             )
         limits.append(rate_of(synthetic(), arguments.seconds / 2, gpu))
         found[name] = {

@@ -89,7 +89,7 @@ def shuffled(seed: int, positions: Tensor, images: int) -> Tensor:
     # Some hundred operations on short arrays: numpy begins each of them sooner than torch.
     epochs, places = numpy.divmod(positions.numpy(), images)
     found = numpy.empty_like(places)
-    for epoch in range(int(epochs.min(initial=0)), int(epochs.max(initial=0)) + 1):
+    for epoch in numpy.unique(epochs).tolist():
         here = epochs == epoch
         place = network(epoch, places[here])
         while (outside := place >= images).any():

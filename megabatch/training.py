@@ -199,6 +199,7 @@ def _facts(config: Config, cluster: Cluster, source: Source, loader: Loader) -> 
         micros_a_worker=config.batch / config.micro / cluster.world,
         wire=config.wire,
         deterministic=config.deterministic,
+        readers=loader.readers,
     )
 
 

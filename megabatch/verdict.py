@@ -18,6 +18,8 @@ _NOTABLE = 0.05
 """a share below this is not worth changing anything for"""
 _SPARE = 1.1
 """threads for a tenth more than was needed on average: images differ"""
+_IN_THE_WAY = 0.5
+"""threads that read for this share of the time hold up the loop, which shares their interpreter"""
 _ON_CORES = 0.5
 """readers that spent less than this share of their work on a core were waiting for storage"""
 
@@ -43,7 +45,7 @@ class Facts:
     """What advice depends on; None where it is not known or does not apply."""
 
     threads: int
-    """that a worker reads with"""
+    """or processes that a worker reads with"""
     cores: int
     """that a worker may use"""
     size: int
@@ -56,6 +58,8 @@ class Facts:
     """micro-batches a step, on average"""
     wire: str = "fp32"
     deterministic: bool = False
+    readers: Literal["processes", "threads", "gpu", "nobody"] = "processes"
+    """who decodes the images"""
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,20 @@ def verdict(waits: Waits, facts: Facts) -> Verdict:
     shares = {"input": waits.input / total, "communication": waits.communication / total}
     worst = max(shares, key=lambda name: shares[name])
     if shares[worst] < _NOTABLE:
-        return Verdict("compute", max(0.0, 1 - sum(shares.values())), "nothing to wait for")
+        return Verdict("compute", max(0.0, 1 - sum(shares.values())), _compute_advice(waits, facts))
     if worst == "input":
         return Verdict("input", shares["input"], _input_advice(waits, facts))
     return Verdict("communication", shares["communication"], _communication_advice(facts))
+
+
+def _compute_advice(waits: Waits, facts: Facts) -> str:
+    """What is not waited for may still be in the way of what computes."""
+    hidden = waits.reading / max(waits.seconds, 1e-9)
+    if facts.readers == "gpu" and hidden > _NOTABLE:
+        return "part of it is decoding on the GPU, beside training: try --data.decode cpu"
+    if facts.readers == "threads" and hidden > _IN_THE_WAY:
+        return "part of it is decoding in threads of this process: try --data.processes always"
+    return "nothing to wait for"
 
 
 def _input_advice(waits: Waits, facts: Facts) -> str:

@@ -127,17 +127,28 @@ def test_small_waits_are_not_worth_a_word():
     assert verdict(Waits(0, 0, 0), FACTS).bound == "compute"
 
 
+def test_decoding_that_is_in_the_way_of_computing_is_named():
+    waits = Waits(seconds=100, input=1, communication=0, reading=90)
+    for readers, way in (("gpu", "--data.decode cpu"), ("threads", "--data.processes always")):
+        facts = replace(FACTS, readers=readers)
+        assert str(verdict(waits, facts)).startswith("compute-bound 99 %: part of it is decoding")
+        assert str(verdict(waits, facts)).endswith(f"try {way}")
+        idle = replace(waits, reading=2)
+        assert str(verdict(idle, facts)).endswith(": nothing to wait for")
+    assert str(verdict(waits, FACTS)).endswith(": nothing to wait for")
+
+
 def test_a_clock_starts_afresh_with_each_epoch():
     now = [0.0]
     clock = Clock(lambda: now[0])
     now[0] = 10.0
     clock.waited_for_others(3.0)
-    assert clock.lap(2.0, 5.0) == Waits(10.0, 2.0, 3.0, 5.0)
+    assert clock.lap(2.0, 5.0, 4.0) == Waits(10.0, 2.0, 3.0, 5.0, 4.0)
     with clock.paused():
         now[0] = 14.0
     with clock.communicating():
         now[0] = 15.0
-    assert clock.lap(2.5, 6.0) == Waits(1.0, 0.5, 1.0, 1.0)
+    assert clock.lap(2.5, 6.0, 4.5) == Waits(1.0, 0.5, 1.0, 1.0, 0.5)
 
 
 def test_threads_end_with_the_loader():

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -100,6 +101,15 @@ class Loader:
             self._submit = self._submit_to(placed.source, TRAINING)
 
     @property
+    def readers(self) -> Literal["processes", "threads", "gpu", "nobody"]:
+        """Who decodes the training images."""
+        if self._source.instant:
+            return "nobody"
+        if isinstance(self._reader, DecodersPart):
+            return "processes"
+        return "gpu" if getattr(self._source, "on_gpu", False) else "threads"
+
+    @property
     def busy_seconds(self) -> float:
         return self._reader.busy_seconds if self._reader else 0.0
 
@@ -154,10 +164,11 @@ class Loader:
         began = time.perf_counter()
         room = pending.result()
         waited = time.perf_counter() - began
-        self.waited_seconds += waited
-        if waited > _NOTICED_SECONDS:
-            self._ahead = min(self._ahead + 1, self._most_ahead)
         data, source = self._config.data, self._source
+        if not source.instant:  # what the loop does itself is no waiting
+            self.waited_seconds += waited
+            if waited > _NOTICED_SECONDS:
+                self._ahead = min(self._ahead + 1, self._most_ahead)
         with torch.cuda.stream(self._side):
             positions = torch.arange(first, first + count, device=self._device)
             images, labels = self._on_device(room)

@@ -23,6 +23,7 @@ class OnGpu:
     itself."""
 
     instant = False
+    on_gpu = True
 
     def __init__(self, source: Decoded, device: torch.device) -> None:
         self._source, self._device, self._decode = source, device, nvjpeg()

@@ -1,0 +1,336 @@
+"""Decoding processes: the same images as threads give, and nothing is left behind whatever
+happens."""
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pictures
+import pytest
+import simplejpeg
+import torch
+
+from megabatch.batch import Step, steps
+from megabatch.cluster import Cluster
+from megabatch.config import Config, Data, RunFailed, UserError
+from megabatch.data.decode import Scratch, head_of, pixels, region
+from megabatch.data.decoders import TRAINING, Decoders
+from megabatch.data.encode import Encoding
+from megabatch.data.loader import Loader
+from megabatch.data.origins import open_origin
+from megabatch.data.packfile import Pack
+from megabatch.data.packing import pack
+from megabatch.data.room import Layout
+from megabatch.data.slots import Slots
+from megabatch.data.source import open_sources
+
+PHOTOS = Data(size=12, channels=3, crop_area=(0.2, 1.0), flip=True, threads=2, processes="always")
+CONFIG = Config(batch=40, micro=40, span=40, epochs=2, data=PHOTOS)
+ALONE = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    where = tmp_path_factory.mktemp("packs")
+    root = pictures.folder(where / "set", each=30, val=15, size=(70, 90))
+    pack(open_origin(root), "set", where / "jpeg.arrow", Encoding())
+    pack(open_origin(root), "set", where / "raw.arrow", Encoding("raw", 20))
+    return where
+
+
+@contextlib.contextmanager
+def loading(path, **data):
+    config = replace(CONFIG, data=replace(PHOTOS, path=str(path), **data))
+    train, val = open_sources(config)
+    loader = Loader(train, val, config, ALONE, torch.float32)
+    try:
+        yield loader, list(steps(config.all_stages, len(train), config.epochs))
+    finally:
+        loader.close()
+
+
+@pytest.fixture
+def decoding(monkeypatch):
+    """The processes that decode for this test, when called."""
+    mark = f"MARK={os.getpid()} {time.monotonic_ns()}"
+    monkeypatch.setenv(*mark.split("="))
+
+    def running():
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                mine = mark.encode() in (folder / "environ").read_bytes().split(b"\0")
+                if mine and b"megabatch.data.decoder" in words:
+                    found.append(int(folder.name))
+        return sorted(found)
+
+    return running
+
+
+# --- the same images
+
+
+@pytest.mark.parametrize("name", ["jpeg.arrow", "raw.arrow", "set"])
+def test_processes_give_what_threads_give_to_the_bit(packs, name):
+    found = {}
+    for who in ("always", "never"):
+        with loading(packs / name, processes=who) as (loader, run):
+            training = [micro for step in run for micro in loader.share(step)]
+            # Evaluated twice, by the same processes, between and after steps of training.
+            found[who] = training, [list(loader.validation()) for _ in range(2)]
+    (ours, valid), (theirs, valid_theirs) = found["always"], found["never"]
+    assert len(ours) == len(theirs) == 5
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.first == other.first
+        assert torch.equal(one.images, other.images) and torch.equal(one.labels, other.labels)
+    for one, other in zip(valid, valid_theirs, strict=True):
+        assert sum(len(labels) for _, labels in one) == 45
+        for (images, labels), (images_, labels_) in zip(one, other, strict=True):
+            assert torch.equal(images, images_) and torch.equal(labels, labels_)
+
+
+def test_validation_may_come_between_two_micro_batches(packs):
+    with loading(packs / "jpeg.arrow") as (loader, run):
+        alone = [micro.images.clone() for step in run for micro in loader.share(step)]
+    with loading(packs / "jpeg.arrow") as (loader, run):
+        found = []
+        for step in run:
+            for micro in loader.share(step):
+                list(loader.validation())
+                found.append(micro.images)
+    assert all(map(torch.equal, alone, found))
+
+
+def test_images_stay_as_they_are_for_as_long_as_they_are_kept(packs):
+    with loading(packs / "jpeg.arrow") as (loader, _):
+        kept, copies = [], []
+        for index in range(60):  # far more than there are slots
+            for micro in loader.share(Step(index, 40 * index, 40, 0.0, 0)):
+                kept.append(micro.images)
+                copies.append(micro.images.clone())
+    assert all(map(torch.equal, kept, copies))
+
+
+def test_a_step_that_nobody_foresaw_frees_what_was_read_for_another(packs):
+    with loading(packs / "jpeg.arrow") as (loader, _):
+        slots = loader._decoders.slots
+        free = len(slots._free)
+        for turn in range(40):  # each time other positions than those read ahead
+            for micro in loader.share(Step(turn, 4000 * turn, 40, 0.0, 0)):
+                assert micro.first == 4000 * turn
+        del micro
+        gc.collect()
+        read_ahead = len(loader._reading)
+        while slots._free and len(slots._free) < free - read_ahead:
+            loader._decoders.exchange(wait=True)
+        assert len(slots._free) == free - read_ahead
+
+
+# --- what goes wrong
+
+
+def test_a_bad_image_is_named_as_by_threads(packs, tmp_path):
+    data = bytearray((packs / "jpeg.arrow").read_bytes())
+    at = data.find(bytes(Pack(packs / "jpeg.arrow").record(4))) + 50
+    data[at] ^= 1
+    (tmp_path / "a.arrow").write_bytes(data)
+    said = []
+    for who in ("always", "never"):
+        with loading(tmp_path / "a.arrow", processes=who) as (loader, run):
+            with pytest.raises(UserError, match=r"image 4 \(train/ant/.*checksum") as error:
+                for step in run:
+                    list(loader.share(step))
+            said.append(str(error.value))
+    assert said[0] == said[1]
+
+
+def test_images_that_are_gone_when_the_processes_open_them(packs, tmp_path):
+    path = tmp_path / "a.arrow"
+    path.write_bytes((packs / "jpeg.arrow").read_bytes())
+    config = replace(CONFIG, data=replace(PHOTOS, path=str(path)))
+    train, _ = open_sources(config)
+    path.unlink()
+    loader = Loader(train, None, config, ALONE, torch.float32)
+    with contextlib.closing(loader), pytest.raises(UserError, match="there is no file"):
+        list(loader.share(Step(0, 0, 40, 0.0, 0)))
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_process_that_is_killed_ends_the_run_in_words(packs, decoding, which):
+    with loading(packs / "jpeg.arrow") as (loader, _):
+        list(loader.share(Step(0, 0, 40, 0.0, 0)))
+        ours = decoding()
+        assert len(ours) == 3  # the first, which only waits, and two that decode
+        if which == 0:
+            for process in ours:
+                os.kill(process, signal.SIGKILL)
+        else:
+            os.kill(ours[-1], signal.SIGKILL)
+        with pytest.raises(RunFailed, match=r"killed by signal 9|processes ended"):
+            for index in range(1, 200):
+                list(loader.share(Step(index, 40 * index, 40, 0.0, 0)))
+    assert not decoding()
+
+
+def test_a_signal_to_the_whole_group_does_not_reach_them(packs, decoding):
+    """A run that is asked to stop finishes its step first, and needs images for that."""
+    with loading(packs / "jpeg.arrow") as (loader, _):
+        list(loader.share(Step(0, 0, 40, 0.0, 0)))
+        for process in decoding():
+            os.kill(process, signal.SIGTERM)
+            os.kill(process, signal.SIGINT)
+        assert len(list(loader.share(Step(1, 40, 80, 0.0, 0)))) == 2
+
+
+def test_processes_end_with_the_loader_and_with_a_killed_owner(packs, decoding):
+    with loading(packs / "jpeg.arrow") as (loader, _):
+        list(loader.share(Step(0, 0, 40, 0.0, 0)))
+    assert not decoding()
+    script = f"""
+import os, signal, torch
+from test_decoders import *
+with loading({str(packs / "jpeg.arrow")!r}) as (loader, _):
+    list(loader.share(Step(0, 0, 40, 0.0, 0)))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | here)
+    assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while decoding() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not decoding()
+
+
+def test_a_script_without_a_main_guard_is_not_run_again(packs, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"""
+print("once", flush=True)
+from test_decoders import *
+with loading({str(packs / "jpeg.arrow")!r}) as (loader, _):
+    print(len(list(loader.share(Step(0, 0, 40, 0.0, 0)))))
+""")
+    here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, script], env=os.environ | here, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["once", "1"], done.stderr
+
+
+# --- who reads
+
+
+def test_processes_are_started_where_there_is_enough_to_read(packs):
+    config = replace(CONFIG, data=replace(PHOTOS, path=str(packs / "set"), processes="auto"))
+    train, val = open_sources(config)
+    for epochs, expected in ((2, False), (50_000 // len(train) + 1, True)):
+        loader = Loader(train, val, replace(config, epochs=epochs), ALONE, torch.float32)
+        with contextlib.closing(loader):
+            assert (loader._decoders is not None) == expected
+
+
+# --- slots
+
+
+def test_a_slot_is_free_again_when_the_last_tensor_on_it_is_gone():
+    slots = Slots(Layout("numbers", 4, 2, 1), 6, pinned=False)
+    slot = slots.take()
+    room = slots.room(slot, 3)
+    part = room.images[1:]
+    del room
+    gc.collect()
+    assert slot not in slots._free
+    del part
+    gc.collect()
+    assert slot in slots._free
+    slots.close()
+
+
+@pytest.mark.parametrize("form", ["numbers", "bytes", "crops"])
+def test_a_layout_keeps_images_labels_and_shapes_apart(form):
+    layout = Layout(form, 5, 3, 3, torch.float64)
+    memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    room = layout.views(memory, 4)
+    room.labels.copy_(torch.arange(4) - 2)
+    room.images.fill_(7)
+    if room.shapes is not None:
+        room.shapes.copy_(torch.arange(8).view(4, 2))
+        assert room.shapes.tolist() == torch.arange(8).view(4, 2).tolist()
+    assert room.labels.tolist() == [-2, -1, 0, 1] and (room.images == 7).all()
+    assert room.part(1, 3).labels.tolist() == [-1, 0]
+    whole = Layout(form, 5, 3, 3, torch.float64).views(memory, 5)
+    assert (whole.images[4] == 0).all() and whole.labels[4] == 0
+
+
+def test_crops_are_sent_as_they_are_unless_they_are_too_large(packs):
+    config = replace(CONFIG, data=replace(PHOTOS, path=str(packs / "jpeg.arrow"), size=32))
+    train, _ = open_sources(config)
+    layout = Layout("crops", 40, 32, 3)
+    with_processes = Decoders(config, layout, 1, 3, pinned=False)
+    room = with_processes.part(TRAINING).submit(0, 40).result()
+    sizes = {tuple(shape) for shape in room.shapes.tolist()}
+    areas = [height * width * 3 for height, width in sizes]
+    assert max(areas) <= layout.image_bytes and len(sizes) > 10 and (32, 32) in sizes
+    from megabatch.data.crop import bring_to_size
+    from megabatch.data.work import Order
+
+    order, positions = Order(config.seed, len(train), True), torch.arange(40)
+    expected, labels = train.read(order.indices(positions), order.draws(positions))
+    assert torch.equal(room.labels, labels)
+    for crop, (height, width), right in zip(
+        room.images, room.shapes.tolist(), expected, strict=True
+    ):
+        found = torch.empty(3, 32, 32, dtype=torch.uint8)
+        bring_to_size(crop[: height * width * 3].view(height, width, 3).numpy(), found)
+        assert torch.equal(found, right)
+    with_processes.close()
+
+
+# --- rows below a crop
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"subsampling": 0}, {"subsampling": 1}, {"progressive": True}]
+)
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_what_is_not_decoded_below_a_crop_changes_nothing_above(mode, options):
+    data = pictures.encoded(5, 203, 150, mode=mode, **options)
+    head, generator = head_of(data), numpy.random.default_rng(0)
+    for factor in (1, 2, 4, 8):
+        whole = pixels(data, 3, factor)
+        for lower in {*range(1, 204, 9), 16, 32, 15, 31, 17, 203}:
+            box = [3, int(generator.integers(0, lower)), 140, lower]
+            found = region(data, head, box, 3, factor, Scratch(), trusted=True)
+            again = region(data, head, box, 3, factor, Scratch(), trusted=False)
+            assert numpy.array_equal(found, again)
+            upper = round(box[1] * whole.shape[0] / 203)
+            assert numpy.array_equal(
+                found,
+                whole[upper:, round(3 * whole.shape[1] / 150) :][
+                    : found.shape[0], : found.shape[1]
+                ],
+            )
+
+
+def test_only_what_was_checked_is_trusted(packs):
+    """A folder's JPEG may be damaged where it is not looked at: it is decoded to the end."""
+    data = bytearray(simplejpeg.encode_jpeg(pictures.pixels(1, 200, 200)))
+    data[-400:-300] = bytes(100)
+    head = head_of(data)
+    assert region(data, head, [0, 0, 50, 20], 3, 1, Scratch(), trusted=True).shape == (20, 50, 3)
+    from megabatch.data.decode import BadImage
+
+    with pytest.raises(BadImage):
+        region(data, head, [0, 0, 50, 20], 3, 1, Scratch(), trusted=False)
+    config = replace(CONFIG, data=replace(PHOTOS, path=str(packs / "set")))
+    assert not open_sources(config)[0].records.checked
+    config = replace(CONFIG, data=replace(PHOTOS, path=str(packs / "jpeg.arrow")))
+    assert open_sources(config)[0].records.checked
