@@ -491,6 +491,15 @@ def test_machine_json_is_written_in_parts_and_read_back(tmp_path):
     assert load(str(file)) == found
 
 
+def test_speed_may_be_given_as_operations_a_second(tmp_path):
+    file = tmp_path / "machine.json"
+    row = {"model": "resnet50", "micro": 64, "flops": 312e12, "efficiency": 0.3}
+    machine.update(file, {"compute": [row]})
+    (rate,) = load(str(file)).rates
+    # 4.09 G multiply-adds an image, forward; a pass has three times as many
+    assert rate.images_per_second == pytest.approx(0.3 * 312e12 / (6 * 4.09e9), rel=1e-3)
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_bundled_machines_survive_their_json(name):
     assert machine.from_json(machine.to_json(MACHINES[name])) == MACHINES[name]

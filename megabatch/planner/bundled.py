@@ -115,7 +115,7 @@ def _machines() -> list[Machine]:
             workers_per_node=2,
             node=Node(5e-6, 20e9),
             network=Network(10e-6, 12.5e9),
-            rates=(Rate("resnet50", 16, 39.62),),
+            rates=(Rate("resnet50", 16, 40.79),),
             largest_micro=64,
             fitted="rates",
             sources={

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megabatch.config import UserError, nearest
+from megabatch.planner.workload import usual
 
 FORMAT = "megabatch-machine-1"
 
@@ -147,9 +148,18 @@ def from_json(text: str, default_name: str = "machine") -> Machine:
         node=Node(**links["node"]) if "node" in links else None,
         network=Network(**links["network"]) if "network" in links else None,
         spine=Spine(**spine) if spine else None,
-        rates=tuple(Rate(**row) for row in said.get("compute", [])),
+        rates=tuple(_rate(**row) for row in said.get("compute", [])),
         **{key: said[key] for key in optional if said.get(key) is not None},
     )
+
+
+def _rate(model: str, micro: int, flops: float = 0.0, efficiency: float = 1.0, **row: Any) -> Rate:
+    """A compute row; `flops` (a second) and the share of them that training reaches stand for
+    images/s where nobody has measured them."""
+    if flops:
+        # two operations a multiply-add, and backward has twice as many as forward
+        row["images_per_second"] = efficiency * flops / (6 * usual(model).multiply_adds)
+    return Rate(model, micro, **row)
 
 
 def to_json(machine: Machine) -> str:

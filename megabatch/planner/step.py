@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megabatch.config import UserError
 from megabatch.planner.machine import Machine, Rate
 from megabatch.planner.price import Price
-from megabatch.planner.workload import Workload, bundled
+from megabatch.planner.workload import Workload, usual
 
 FORWARD = 1 / 3  # of a pass: backward makes two products where forward makes one
 
@@ -136,7 +136,7 @@ def pass_seconds(machine: Machine, workload: Workload, images: int) -> float:
     times = {row.micro: _alone(row, machine) for row in rows}
     if model == workload.name:
         return _line(times, images)
-    scale = workload.multiply_adds / _known(model).multiply_adds
+    scale = workload.multiply_adds / usual(model).multiply_adds
     if len(times) == 1:
         return scale * _line(times, images)
     fixed = max(0.0, _line(times, 0))
@@ -170,10 +170,6 @@ def _rows(machine: Machine, model: str) -> tuple[str, list[Rate]]:
         key=lambda row: (row.micro, -row.workers),
     )
     return model, rows
-
-
-def _known(model: str) -> Workload:
-    return bundled(model, 227 if model.startswith("alexnet") else 224)
 
 
 def _alone(row: Rate, machine: Machine) -> float:

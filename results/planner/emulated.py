@@ -17,7 +17,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,9 +172,6 @@ def in_turns(calls: list[Callable[[], None]], cluster: Any) -> list[float]:
 
     for call in calls:  # opens connections, starts threads
         slowest(call, cluster)
-    # Eight workers compute on few cores. Theirs is the thread that yields: real ones have a core
-    # for the threads that send.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
     taken: list[list[float]] = [[] for _ in calls]
     for _ in range(TURNS):
         for call, seconds in zip(calls, taken, strict=True):
