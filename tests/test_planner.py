@@ -1,6 +1,8 @@
 """The planner against what it stands on: messages, real models, worked sums, published results."""
 
 import json
+import runpy
+import statistics
 import subprocess
 import sys
 import time
@@ -602,6 +604,31 @@ def test_the_docs_hold_the_tables():
     assert published.table(ROWS) in docs
     assert published.jitter_table() in docs
     assert published.sources_table() in docs
+
+
+# --- real steps
+
+
+@pytest.mark.parametrize("run", ["first", "second"])
+def test_steps_between_emulated_hosts_are_still_foreseen(run):
+    """As they were measured: results/planner says how."""
+    folder = Path(__file__).parents[1] / "results" / "planner"
+    script = runpy.run_path(str(folder / "emulated.py"))
+    rows = json.loads((folder / run / "rows.json").read_text())
+    errors = []
+    for case, row in zip(script["cases"](), rows, strict=True):
+        assert str(case) == row["what"]
+        predicted = script["predict"](case, str(folder / run / "machine.json"))
+        assert predicted == pytest.approx(row["predicted"])  # what was said before it was run
+        errors.append(abs(predicted / row["seconds"] - 1))
+    assert statistics.median(errors) <= 0.10
+    assert max(errors) <= 0.25
+    found = f"| {run} | {statistics.median(errors):.1%} | {max(errors):.1%} |".replace("%", " %")
+    assert found in DOCS.read_text()
+    assert found in (folder / "README.md").read_text()
+
+
+# --- what users rely on
 
 
 def test_the_planner_needs_neither_torch_nor_numpy():

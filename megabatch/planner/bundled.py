@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megabatch.planner.machine import JITTER, Machine, Network, Node, Rate, Spine
 from megabatch.planner.step import pass_seconds
-from megabatch.planner.workload import bundled
+from megabatch.planner.workload import usual
 
 # Machines of 2017 and 2018: one message from GPU to GPU over NVLink and over InfiniBand, from the
 # public performance model of ABCI; there is no public figure for the others of their day.
@@ -207,7 +207,7 @@ _H200 = {256: 6834.0, 1024: 7415.0}
 def _h100() -> tuple[Rate, ...]:
     """MLPerf's rate at 400 images; at the sizes measured on an H200, in proportion to it."""
     h200 = Machine("h200", 1, rates=_h200())
-    net = bundled("resnet50")
+    net = usual("resnet50")
 
     def rate(micro: int) -> float:
         return micro / pass_seconds(h200, net, micro)
