@@ -29,6 +29,8 @@ from megabatch.planner.machine import update
 from megabatch.planner.workload import Layer, Workload
 from megabatch.verbs.parsing import parse
 
+_BEFORE_CAPTURE = 5
+
 
 @dataclass(frozen=True)
 class StepFlags:
@@ -43,7 +45,7 @@ class StepFlags:
     compile: bool = False
     """torch.compile the model"""
     graphs: bool = False
-    """compile it into CUDA graphs, which small passes need"""
+    """capture the whole step as one CUDA graph, which small passes need"""
     seconds: float = 2.0
     """to measure for, each size"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -73,6 +75,8 @@ def run(arguments: list[str]) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda was asked for but torch sees no GPU: use --device cpu")
+    if flags.graphs and device == "cpu":
+        raise UserError("--graphs is for CUDA, and this device is a CPU: leave it out")
     if any(micro < 1 for micro in flags.micro):
         raise UserError(f"--micro is {' '.join(map(str, flags.micro))}; give 1 image and more")
     rows = []
@@ -105,21 +109,37 @@ def _step(net: nn.Module, images: Tensor, labels: Tensor, flags: StepFlags) -> C
         images = images.contiguous(memory_format=torch.channels_last)
         torch.backends.cudnn.benchmark = True
     forward: Any = net
-    if flags.compile or flags.graphs:
+    if flags.compile:
         torch._dynamo.reset()  # each size has kernels of its own, not ones for all sizes
-        mode = "reduce-overhead" if flags.graphs else None
-        forward = torch.compile(net, dynamic=False, mode=mode)
+        forward = torch.compile(net, dynamic=False)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(flags.precision)
 
     def train() -> None:
-        cast = torch.autocast(images.device.type, half) if half else contextlib.nullcontext()
-        with cast:
+        device = images.device.type
+        # A graph keeps no weights that were cast before it.
+        cast = torch.autocast(device, half, cache_enabled=not flags.graphs) if half else None
+        with cast or contextlib.nullcontext():
             loss = cross_entropy(forward(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-    return train
+    return captured(train) if flags.graphs else train
+
+
+def captured(work: Callable[[], None]) -> Callable[[], None]:
+    """Work on a GPU as one CUDA graph: all its kernels are launched at once."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_BEFORE_CAPTURE):  # compiling, choosing kernels, making the momentum
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 def time_of(work: Callable[[], None], seconds: float, device: str) -> float:
@@ -158,8 +178,9 @@ def host(device: str) -> dict[str, Any]:
 
 
 def _how(flags: StepFlags) -> str:
-    compiled = ", CUDA graphs" if flags.graphs else ", torch.compile" if flags.compile else ""
-    return f"megabatch bench step, {flags.precision}{compiled}, one worker"
+    compiled = ", torch.compile" if flags.compile else ""
+    graph = ", one CUDA graph" if flags.graphs else ""
+    return f"megabatch bench step, {flags.precision}{compiled}{graph}, one worker"
 
 
 def describe(module: nn.Module, images: Tensor, name: str) -> Workload:
