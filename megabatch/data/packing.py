@@ -47,6 +47,38 @@ class Bad:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Up to 1,024 images in order, as they lie in a file of their own."""
+
+    key: str
+    """what they were made of"""
+    good: NDArray[numpy.int64]
+    """which of them could be read"""
+    sizes: NDArray[numpy.int64]
+    crcs: NDArray[numpy.uint32]
+    bad: list[Bad]
+    shapes: list[tuple[int, int, int]]
+    """of the images, but two of them at the most: whether they agree is all that is asked"""
+
+    def to_json(self) -> str:
+        numbers = {name: getattr(self, name).tolist() for name in ("good", "sizes", "crcs")}
+        bad = [(image.name, image.reason) for image in self.bad]
+        return json.dumps({"key": self.key, **numbers, "bad": bad, "shapes": self.shapes})
+
+    @staticmethod
+    def from_json(text: str) -> Part:
+        said: dict[str, Any] = json.loads(text)
+        return Part(
+            key=said["key"],
+            good=numpy.array(said["good"], numpy.int64),
+            sizes=numpy.array(said["sizes"], numpy.int64),
+            crcs=numpy.array(said["crcs"], numpy.uint32),
+            bad=[Bad(*row) for row in said["bad"]],
+            shapes=[(height, width, channels) for height, width, channels in said["shapes"]],
+        )
+
+
+@dataclass(frozen=True)
 class Packed:
     """How packing ended; without a pack where too many images are bad."""
 
@@ -81,7 +113,7 @@ def pack(
     order, train = _order(origin, val_share)
     folder = out.with_name(out.name + ".parts")
     with _locked(folder), ThreadPoolExecutor(threads, "packer") as pool:
-        parts: list[dict[str, Any]] = []
+        parts: list[Part] = []
         kept = 0
         for first in range(0, len(order), PART):
             indices = order[first : first + PART]
@@ -96,11 +128,11 @@ def pack(
                 part = _write_part(at, key, work)
             parts.append(part)
             progress(first + len(indices), len(order))
-        bad = [Bad(*row) for part in parts for row in part["bad"]]
+        bad = [image for part in parts for image in part.bad]
         if len(bad) > skip_bad:
             return Packed(None, len(order), bad, {}, 0, kept)
-        good = [place for n, part in enumerate(parts) for place in _good(part, n)]
-        if not good:
+        good = numpy.concatenate([n * PART + part.good for n, part in enumerate(parts)])
+        if len(good) == 0:
             raise UserError(f"{title} has no readable image at all, so there is nothing to pack")
         about, index = _described(origin, title, encoding, order, train, good, parts, len(bad))
         whole = folder / "whole"
@@ -172,14 +204,14 @@ def _counted(
         progress(number, total)
 
 
-def _write_part(at: Path, key: str, images: Iterator[Stored | Bad]) -> dict[str, Any]:
+def _write_part(at: Path, key: str, images: Iterator[Stored | Bad]) -> Part:
     """Write the images of a part, then its table: a part with a table is whole."""
     sizes, crcs, shapes, bad = [], [], [], []
     good: list[int] = []
     with at.with_suffix(".images").open("wb") as file:
         for place, image in enumerate(images):
             if isinstance(image, Bad):
-                bad.append((image.name, image.reason))
+                bad.append(image)
             else:
                 file.write(image.data)
                 good.append(place)
@@ -188,27 +220,28 @@ def _write_part(at: Path, key: str, images: Iterator[Stored | Bad]) -> dict[str,
                 shapes.append(image.shape)
         file.flush()
         os.fsync(file.fileno())
-    different = sorted(set(shapes))[:2]  # one shape or more than one: no more is asked
-    part = {"key": key, "good": good, "sizes": sizes, "crcs": crcs, "bad": bad}
-    part["shapes"] = different
+    part = Part(
+        key,
+        numpy.array(good, numpy.int64),
+        numpy.array(sizes, numpy.int64),
+        numpy.array(crcs, numpy.uint32),
+        bad,
+        sorted(set(shapes))[:2],
+    )
     fresh = at.with_suffix(".fresh")
-    fresh.write_text(json.dumps(part))
+    fresh.write_text(part.to_json())
     os.replace(fresh, at.with_suffix(".json"))
     return part
 
 
-def _finished(at: Path, key: str) -> dict[str, Any] | None:
+def _finished(at: Path, key: str) -> Part | None:
     """A part that an earlier attempt finished, if it is of the same images and whole."""
     try:
-        part: dict[str, Any] = json.loads(at.with_suffix(".json").read_text())
+        part = Part.from_json(at.with_suffix(".json").read_text())
         size = at.with_suffix(".images").stat().st_size
-        return part if part["key"] == key and sum(part["sizes"]) == size else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return part if part.key == key and part.sizes.sum() == size else None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-
-
-def _good(part: dict[str, Any], number: int) -> list[int]:
-    return [number * PART + place for place in part["good"]]
 
 
 # --- joining -----------------------------------------------------------------------------------
@@ -220,14 +253,14 @@ def _described(
     encoding: Encoding,
     order: NDArray[numpy.int64],
     train: int,
-    good: list[int],
-    parts: list[dict[str, Any]],
+    good: NDArray[numpy.int64],
+    parts: list[Part],
     bad: int,
 ) -> tuple[About, Index]:
     labels = origin.labels[order[good]]
     if encoding.kind == "raw":
         _same_shape(parts)
-    shapes = {tuple(shape) for part in parts for shape in part["shapes"]}
+    shapes = {shape for part in parts for shape in part.shapes}
     middle = int(numpy.searchsorted(good, train))
     splits = {"train": (0, middle), "val": (middle, len(good))}
     counts = {
@@ -244,16 +277,16 @@ def _described(
         skipped=bad,
     )
     index = Index(
-        sizes=numpy.array([size for part in parts for size in part["sizes"]], numpy.int64),
+        sizes=numpy.concatenate([part.sizes for part in parts]),
         labels=labels,
-        crcs=numpy.array([crc for part in parts for crc in part["crcs"]], numpy.uint32),
-        names=[origin.name(int(order[place])) for place in good],
+        crcs=numpy.concatenate([part.crcs for part in parts]),
+        names=(origin.name(int(order[place])) for place in good),
     )
     return about, index
 
 
-def _same_shape(parts: list[dict[str, Any]]) -> None:
-    shapes = sorted({tuple(shape) for part in parts for shape in part["shapes"]})
+def _same_shape(parts: list[Part]) -> None:
+    shapes = sorted({shape for part in parts for shape in part.shapes})
     if len(shapes) > 1:
         (h, w, _), (other_h, other_w, _) = shapes[:2]
         raise UserError(
@@ -262,11 +295,11 @@ def _same_shape(parts: list[dict[str, Any]]) -> None:
         )
 
 
-def _join(folder: Path, parts: list[dict[str, Any]], to: BinaryIO) -> None:
+def _join(folder: Path, parts: list[Part], to: BinaryIO) -> None:
     for number, part in enumerate(parts):
         at = folder / f"{number:06d}.images"
         with at.open("rb") as images:
-            for size, crc in zip(part["sizes"], part["crcs"], strict=True):
+            for size, crc in zip(part.sizes.tolist(), part.crcs.tolist(), strict=True):
                 data = images.read(size)
                 if zlib.crc32(data) != crc:
                     at.with_suffix(".json").unlink()

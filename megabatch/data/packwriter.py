@@ -3,10 +3,11 @@ memory."""
 
 from __future__ import annotations
 
+import array
 import json
 import mmap
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
@@ -25,7 +26,8 @@ class Index:
     sizes: NDArray[numpy.int64]
     labels: NDArray[numpy.int32]
     crcs: NDArray[numpy.uint32]
-    names: list[str]
+    names: Iterable[str]
+    """gone through once"""
 
 
 def write(
@@ -57,13 +59,16 @@ def _columns(about: About, index: Index) -> tuple[dict[str, bytes], Callable[[by
     import pyarrow
 
     count = len(index.sizes)
-    names = [name.encode() for name in index.names]
+    names, ends = bytearray(), array.array("q")
+    for name in index.names:  # one by one: so many strings at once would take more than all else
+        names += name.encode()
+        ends.append(len(names))
     runs = {
         "image.offsets": _offsets(index.sizes),
         "label": index.labels.astype("<i4").tobytes(),
         "crc32": index.crcs.astype("<u4").tobytes(),
-        "name.offsets": _offsets(numpy.array([len(name) for name in names])),
-        "name": b"".join(names),
+        "name.offsets": _offsets(numpy.diff(numpy.frombuffer(ends, numpy.int64), prepend=0)),
+        "name": bytes(names),
     }
     # The images are in no memory at all: Arrow is shown an address range that nobody ever reads,
     # and the sink puts the bytes themselves in its place.
@@ -76,20 +81,20 @@ def _columns(about: About, index: Index) -> tuple[dict[str, bytes], Callable[[by
     buffers = {name: pyarrow.py_buffer(run) for name, run in runs.items()}
     buffers["image"] = pyarrow.py_buffer(nowhere)
 
-    def array(kind: Any, *names: str) -> Any:
+    def column(kind: Any, *names: str) -> Any:
         return pyarrow.Array.from_buffers(kind, count, [None, *(buffers[name] for name in names)])
 
     arrays = [
-        array(pyarrow.large_binary(), "image.offsets", "image"),
-        array(pyarrow.int32(), "label"),
-        array(pyarrow.uint32(), "crc32"),
-        array(pyarrow.large_string(), "name.offsets", "name"),
+        column(pyarrow.large_binary(), "image.offsets", "image"),
+        column(pyarrow.int32(), "label"),
+        column(pyarrow.uint32(), "crc32"),
+        column(pyarrow.large_string(), "name.offsets", "name"),
     ]
 
     def batch(metadata: bytes) -> Any:
         fields = [
-            pyarrow.field(name, column.type, nullable=False)
-            for name, column in zip(("image", "label", "crc32", "name"), arrays, strict=True)
+            pyarrow.field(name, values.type, nullable=False)
+            for name, values in zip(("image", "label", "crc32", "name"), arrays, strict=True)
         ]
         schema = pyarrow.schema(fields, metadata={"megabatch": metadata})
         return pyarrow.RecordBatch.from_arrays(arrays, schema=schema)

@@ -6,6 +6,8 @@ Links are followed. Names are ordered by their bytes, so the order is the same o
 from __future__ import annotations
 
 import os
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,28 @@ VAL_NAMES = ("val", "validation", "valid", "test")
 _ANNOTATIONS = "val_annotations.txt"
 
 
+class Names:
+    """Many names in little memory: a list of strings would take three times as much."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._bytes, self._ends = bytearray(), array("q", [0])
+        self.extend(names)
+
+    def extend(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._bytes += os.fsencode(name)
+            self._ends.append(len(self._bytes))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> str:
+        return os.fsdecode(bytes(self._bytes[self._ends[index] : self._ends[index + 1]]))
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[index] for index in range(len(self)))
+
+
 @dataclass
 class Folders:
     kind: str
@@ -26,7 +50,7 @@ class Folders:
     classes: list[str]
     labels: NDArray[numpy.int32]
     train: int
-    names: list[str]
+    names: Names
     """paths below the root"""
     pixels = False
 
@@ -61,6 +85,7 @@ def open_at(path: Path) -> Folders:
     train = len(names)
     if val_root is None:
         return Folders("folder", str(path), classes, labels, train, names)
+    more: Iterable[str]
     if (val_root / _ANNOTATIONS).is_file() and (val_root / "images").is_dir():
         more, more_labels = _annotated(path, val_root, classes)
         kind = "Tiny ImageNet"
@@ -73,9 +98,8 @@ def open_at(path: Path) -> Folders:
                 f"{val_root} has a class {strange[0]} that {train_root} lacks: its images would "
                 f"have no label; add it to both or remove it"
             )
-    return Folders(
-        kind, str(path), classes, numpy.concatenate([labels, more_labels]), train, names + more
-    )
+    names.extend(more)
+    return Folders(kind, str(path), classes, numpy.concatenate([labels, more_labels]), train, names)
 
 
 def _splits(path: Path) -> tuple[Path, Path | None] | None:
@@ -101,19 +125,19 @@ def _class_folders(root: Path) -> list[str]:
 
 def _listed(
     top: Path, root: Path, folders: list[str], classes: list[str] | None = None
-) -> tuple[list[str], NDArray[numpy.int32], list[str]]:
+) -> tuple[Names, NDArray[numpy.int32], list[str]]:
     """Paths below `top` of the images in class folders below `root`, and their labels."""
     number = {name: label for label, name in enumerate(classes or folders)}
-    names: list[str] = []
-    labels: list[int] = []
+    names = Names()
+    labels = array("i")
     for folder in folders:
         where = root / folder
         found = _images(where)
         if not found and (where / "images").is_dir():  # as Tiny ImageNet nests them
             found = [f"images/{name}" for name in _images(where / "images")]
-        names += [os.path.relpath(where / name, top) for name in found]
-        labels += [number.get(folder, -1)] * len(found)
-    if not names:
+        names.extend(os.path.relpath(where / name, top) for name in found)
+        labels.extend([number.get(folder, -1)] * len(found))
+    if len(names) == 0:
         raise UserError(f"{root} holds no JPEG or PNG images: they belong into {root}/CLASS/")
     return names, numpy.array(labels, numpy.int32), folders
 
