@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
 
 from megabatch.batch import Stage, Step, steps
 from megabatch.cli import main
@@ -245,52 +244,6 @@ def test_a_pack_is_staged_once_and_again_when_it_changed(packs, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match="cannot be staged"):
         staged(packs / "raw.arrow", tmp_path / "file")
-
-
-# --- shared out
-
-
-def shared_out(cluster, path, at, batches):
-    """What a worker reads of a pack that is shared out, how many images it holds and receives."""
-    stages = tuple(Stage(epoch, batch) for epoch, batch in batches)
-    data = replace(PHOTOS, path=str(path), shared="always")
-    config = replace(CONFIG, epochs=3, stages=stages, data=data)
-    train, _ = open_sources(config)
-    loader = Loader(train, None, config, cluster, torch.float32)
-    records = loader._source.records
-    asked = []
-    records._records.record = asked.append  # nothing may come from the file any more
-    found = []
-    for step in steps(config.all_stages, len(train), config.epochs, *at):
-        found += [(micro.first, micro.images, micro.labels) for micro in loader.share(step)]
-    loader.close()
-    return found, len(records._own), asked
-
-
-@pytest.mark.parametrize("at", [(0, 0), (4, 32)])
-def test_a_pack_shared_out_is_the_same_pack(packs, at):
-    batches = ((1.3, 16),)
-    results = run_ranks(shared_out, 3, packs / "jpeg.arrow", at, batches)
-    assert [own for _, own, _ in results] == [9, 9, 9]
-    assert [asked for *_, asked in results] == [[], [], []]
-    rows = sorted((row for found, *_ in results for row in found), key=lambda row: row[0])
-    config = replace(
-        CONFIG,
-        epochs=3,
-        stages=(Stage(1.3, 16),),
-        data=replace(PHOTOS, path=str(packs / "jpeg.arrow")),
-    )
-    train, _ = open_sources(config)
-    loader = Loader(train, None, config, worker(), torch.float32)
-    expected = [
-        micro
-        for step in steps(config.all_stages, len(train), config.epochs, *at)
-        for micro in loader.share(step)
-    ]
-    loader.close()
-    assert [first for first, *_ in rows] == [micro.first for micro in expected]
-    for (_, images, labels), micro in zip(rows, expected, strict=True):
-        assert torch.equal(images, micro.images) and torch.equal(labels, micro.labels)
 
 
 # --- the bench

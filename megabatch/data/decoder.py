@@ -16,7 +16,9 @@ import traceback
 import torch
 
 from megabatch.config import Config, UserError
-from megabatch.data.decoders import DONE, FAILURE, MISTAKE, NO_SLOT, REPLY, REQUEST
+from megabatch.data.decoded import Decoded, FromPack
+from megabatch.data.decoders import DONE, FAILURE, MISTAKE, NO_SLOT, REPLY, REQUEST, TRAINING
+from megabatch.data.received import FromArea
 from megabatch.data.room import Layout
 from megabatch.data.slots import map_slots
 from megabatch.data.source import Fills, open_sources
@@ -37,10 +39,13 @@ def main(task: dict) -> None:
         data = config.data
         dtype = getattr(torch, task["dtype"])
         layout = Layout(task["form"], config.micro, data.size, data.channels, dtype)
-        works = []
-        for source, training in zip(open_sources(config), (True, False), strict=True):
-            assert isinstance(source, Fills)
-            works.append(Work(source, config, layout, training))
+        train, val = open_sources(config)
+        received: FromArea | None = None
+        if task["received"] is not None:
+            assert isinstance(train, Decoded) and isinstance(train.records, FromPack)
+            train.records = received = FromArea(train.records, task["received"])
+        assert isinstance(train, Fills) and isinstance(val, Fills)
+        works = [Work(train, config, layout, True), Work(val, config, layout, False)]
         slots = torch.from_numpy(map_slots(file)).split(task["slot_bytes"])
     except UserError as error:
         reply(replies, NO_SLOT, MISTAKE, str(error))
@@ -51,19 +56,28 @@ def main(task: dict) -> None:
     os.nice(_NICE)
     for _ in range(task["processes"]):
         if os.fork() == 0:
-            serve(works, layout, slots, requests, replies)
+            serve(works, received, layout, slots, requests, replies)
             os._exit(0)
     os.close(requests)
     wait_for_others(replies)
 
 
-def serve(works: list[Work], layout: Layout, slots: tuple, requests: int, replies: int) -> None:
+def serve(
+    works: list[Work],
+    received: FromArea | None,
+    layout: Layout,
+    slots: tuple,
+    requests: int,
+    replies: int,
+) -> None:
     """Read pieces until nobody asks any more."""
     while message := os.read(requests, REQUEST.size):
-        part, slot, first, count, begin, end = REQUEST.unpack(message)
+        part, slot, first, count, begin, end, *area = REQUEST.unpack(message)
         began, core = time.perf_counter(), time.process_time()
         outcome, words = DONE, ""
         try:
+            if part == TRAINING and received is not None:
+                received.turn_to(*area)
             works[part].do(first + begin, layout.views(slots[slot], count).part(begin, end))
         except UserError as error:
             outcome, words = MISTAKE, str(error)

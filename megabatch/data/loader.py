@@ -28,6 +28,7 @@ from megabatch.data.placement import (
     place,
     place_validation,
     separable,
+    shared_out,
     threads_of,
 )
 from megabatch.data.reader import Pending, Reader
@@ -221,7 +222,9 @@ class Loader:
         if by_processes(source, config, cluster) or (self._decoders and separable(source)):
             if self._decoders is None:
                 slots = self._most_ahead + self._validation_ahead + _IN_USE
-                self._decoders = Decoders(config, self._layout, self.threads, slots, self._pinned)
+                self._decoders = Decoders(
+                    config, self._layout, self.threads, slots, self._pinned, shared_out(source)
+                )
                 self._ending.callback(self._decoders.close)
             reader: Reader | DecodersPart = self._decoders.part(part)
         else:

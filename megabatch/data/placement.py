@@ -6,11 +6,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megabatch.batch import Step
 from megabatch.cluster import Cluster
 from megabatch.config import Config, UserError
 from megabatch.data.source import Fills, Source
+
+if TYPE_CHECKING:
+    from megabatch.data.shared import SharedOut
 
 _ROOM = 0.5
 """share of a node's free memory that a pack may take"""
@@ -83,6 +87,14 @@ def separable(source: Source) -> bool:
     """Whether another process can open a source and decode its images."""
     records = getattr(source, "records", None)
     return isinstance(source, Fills) and getattr(records, "separable", False)
+
+
+def shared_out(source: Source) -> SharedOut | None:
+    """Where the images of a source are received from other workers, if they are."""
+    from megabatch.data.shared import SharedOut
+
+    records = getattr(source, "records", None)
+    return records if isinstance(records, SharedOut) else None
 
 
 def place_validation(source: Source, config: Config, cluster: Cluster) -> Source:

@@ -2,12 +2,13 @@
 exactly the images it will be dealt.
 
 Storage is read once in the whole run. Who is dealt which image is arithmetic that every worker can
-do for itself, so an exchange is two collective calls: who wants what, and the bytes.
+do for itself, so an exchange is two collective calls: who wants what, and the bytes. They arrive in
+memory that decoding processes can be pointed to.
 """
 
 from __future__ import annotations
 
-import bisect
+import functools
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy
@@ -20,12 +21,10 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.decode import Encoded, Pixels
 from megabatch.data.decoded import FromPack
+from megabatch.data.received import Area, Areas, Integers, whole
 from megabatch.keyed import shuffled
 
 _ROUND_BYTES = 256 << 20
-
-Received = dict[int, memoryview]
-"""number in the pack -> bytes"""
 
 
 class SharedOut:
@@ -33,26 +32,39 @@ class SharedOut:
     each step, and closes it."""
 
     checked = True
-    separable = False
+    separable = True
 
     def __init__(self, records: FromPack, chosen: Tensor, config: Config, cluster: Cluster) -> None:
-        self._records, self._chosen = records, chosen.numpy()
-        self._config, self._cluster = config, cluster
-        images = len(chosen)
-        self._bounds = [images * worker // cluster.world for worker in range(cluster.world + 1)]
-        own = self._chosen[self._bounds[cluster.rank] : self._bounds[cluster.rank + 1]]
-        self._own = {number: bytes(records.pack.record(number)) for number in own.tolist()}
+        self._records, self._config, self._cluster = records, config, cluster
+        self._chosen: Integers = chosen.numpy()
+        images, world, rank = len(chosen), cluster.world, cluster.rank
+        self._lengths: Integers = records.pack.lengths()[self._chosen]
+        # Worker w owns the places [bounds[w], bounds[w + 1]) of the set.
+        self._bounds = numpy.array([images * worker // world for worker in range(world + 1)])
+        owned = slice(self._bounds[rank], self._bounds[rank + 1])
+        self._own_ends = numpy.cumsum(self._lengths[owned])
+        self._own = numpy.empty(self._lengths[owned].sum(), numpy.uint8)
+        for number, end in zip(self._chosen[owned].tolist(), self._own_ends.tolist(), strict=True):
+            image = records.pack.record(number)
+            self._own[end - len(image) : end] = image
         self._total = count_steps(config.all_stages, images, config.epochs)[1]
+        self._areas = Areas()
         # A group and a thread of its own: the exchange runs under training, whose collectives
         # have another order.
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, "exchange")
-        self._epochs: dict[int, Future[Received]] = {}
+        self._epochs: dict[int, Future[Area]] = {}
+
+    @property
+    def file(self) -> int:
+        """Where the areas are, for other processes."""
+        return self._areas.file
 
     def begin(self, step: Step) -> None:
         """Begin the exchange for the epoch after this step's, in the background.
 
-        It hangs on the step alone, so all workers join in the same exchanges.
+        It hangs on the step alone, so all workers join in the same exchanges. What was received for
+        past epochs is dropped: nothing before this step is read any more.
         """
         images = len(self._chosen)
         first, last = step.seen // images, (step.seen + step.batch - 1) // images
@@ -60,15 +72,32 @@ class SharedOut:
             del self._epochs[past]
         for epoch in range(first, last + 2):
             if epoch not in self._epochs and epoch * images < self._total:
-                wanted = self._dealt(step, epoch)
-                self._epochs[epoch] = self._thread.submit(self._exchange, wanted)
+                self._epochs[epoch] = self._thread.submit(self._exchange, step, epoch)
+
+    def by_epoch(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        """The positions [first, last), cut where an epoch ends: from, to, epoch."""
+        images = len(self._chosen)
+        epochs = range(first // images, -(-last // images))
+        return [(max(first, e * images), min(last, (e + 1) * images), e) for e in epochs]
+
+    def received(self, epoch: int) -> bool:
+        """Whether there is nothing to wait for before the images of an epoch are read."""
+        if epoch in self._epochs:
+            return self._epochs[epoch].done()
+        to_come = epoch * len(self._chosen) < self._total and epoch > max(self._epochs, default=-1)
+        return not to_come
+
+    def area(self, epoch: int) -> Area | None:
+        """The images of an epoch, once they are here; None if no step made known that they would be
+        needed."""
+        return self._epochs[epoch].result() if epoch in self._epochs else None
 
     def record(self, index: int) -> Encoded | Pixels:
-        for epoch in sorted(self._epochs):
-            found = self._epochs[epoch].result().get(index)
+        # A copy of the list: the training loop drops epochs while threads look for images.
+        for exchange in list(self._epochs.values()):
+            found = exchange.result().get(index)
             if found is not None:
-                self._records.pack.check(index, found)
-                return self._records.shaped(found)
+                return whole(self._records, index, found)
         # A step that nobody could foresee: the pack is still there.
         return self._records.record(index)
 
@@ -80,49 +109,56 @@ class SharedOut:
 
     def close(self) -> None:
         self._thread.shutdown()
+        self._epochs.clear()
+        self._areas.close()
+
+    # --- in the background
 
     def _dealt(self, step: Step, epoch: int) -> Tensor:
         """This worker's images of an epoch, from a step on, as places in the set."""
-        config, images = self._config, len(self._chosen)
+        config, cluster, images = self._config, self._cluster, len(self._chosen)
         begin, end = epoch * images, (epoch + 1) * images
-        ranges = []
+        # Steps are many and batches few.
+        mine = functools.cache(lambda micros: deal(micros, cluster.world)[cluster.rank])
+        ranges = [torch.arange(0)]
         for s in steps(config.all_stages, images, config.epochs, step.index, step.seen):
             if s.seen >= end:
                 break
-            first, last = deal(s.batch // config.micro, self._cluster.world)[self._cluster.rank]
+            first, last = mine(s.batch // config.micro)
             low = max(begin, s.seen + first * config.micro)
             high = min(end, s.seen + last * config.micro)
             ranges.append(torch.arange(low, max(low, high)))
-        positions = torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
-        return shuffled(config.seed, positions, images)
+        return shuffled(config.seed, torch.cat(ranges), images)
 
-    def _exchange(self, wanted: Tensor) -> Received:
+    def _exchange(self, step: Step, epoch: int) -> Area:
         """Ask the owners of images for them, and answer the others."""
-        total = sum(self._records.pack.lengths()[self._chosen].tolist())
-        rounds = max(1, -(-total // (self._cluster.world * _ROUND_BYTES)))
-        received: Received = {}
-        for turn in range(rounds):
-            received |= self._exchange_some(wanted[turn::rounds])
-        return received
+        rounds = max(1, -(-int(self._lengths.sum()) // (self._cluster.world * _ROUND_BYTES)))
+        wanted = numpy.sort(self._dealt(step, epoch).numpy())  # owners hold ascending ranges
+        turns = [numpy.ascontiguousarray(wanted[turn::rounds]) for turn in range(rounds)]
+        places = numpy.concatenate(turns)
+        area, room = self._areas.add(self._chosen[places], self._lengths[places])
+        incoming = torch.from_numpy(room)
+        for some in turns:
+            incoming = incoming[self._exchange_some(some, incoming) :]
+        return area
 
-    def _exchange_some(self, wanted: Tensor) -> Received:
-        world, lengths = self._cluster.world, self._records.pack.lengths()
-        places = numpy.sort(wanted.numpy())  # owners hold ascending ranges
-        owners = [bisect.bisect_right(self._bounds, place) - 1 for place in places.tolist()]
-        asked = torch.from_numpy(self._chosen[places])
+    def _exchange_some(self, places: Integers, incoming: Tensor) -> int:
+        """Receive images, one after the other; returns their bytes."""
+        world, rank = self._cluster.world, self._cluster.rank
+        owners = numpy.searchsorted(self._bounds, places, "right") - 1
         to_ask = numpy.bincount(owners, minlength=world).tolist()
         to_answer = self._all_to_all(torch.tensor(to_ask), [1] * world, [1] * world).tolist()
-        answers = self._all_to_all(asked, to_ask, to_answer).tolist()
+        answers = self._all_to_all(torch.from_numpy(places), to_ask, to_answer).numpy()
 
-        data = b"".join(self._own[number] for number in answers)
-        outgoing = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _nothing()
-        sent = _sums(lengths[answers], to_answer)
-        incoming = self._all_to_all(outgoing, sent, _sums(lengths[asked.numpy()], to_ask))
-        view, received, at = incoming.numpy().data, {}, 0
-        for number in asked.tolist():
-            received[number] = view[at : at + int(lengths[number])]
-            at += int(lengths[number])
-        return received
+        ends, lengths = self._own_ends[answers - self._bounds[rank]], self._lengths[answers]
+        begins = (ends - lengths).tolist()
+        # Unlike bytes.join this lets other threads run meanwhile, such as the one that trains.
+        images = [self._own[a:b] for a, b in zip(begins, ends.tolist(), strict=True)]
+        outgoing = numpy.concatenate([self._own[:0], *images])
+        sent, received = _sums(lengths, to_answer), _sums(self._lengths[places], to_ask)
+        out = incoming[: sum(received)]
+        dist.all_to_all_single(out, torch.from_numpy(outgoing), received, sent, group=self._group)
+        return len(out)
 
     def _all_to_all(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
         out = tensor.new_empty(sum(received))
@@ -130,13 +166,9 @@ class SharedOut:
         return out
 
 
-def _sums(lengths: numpy.ndarray, counts: list[int]) -> list[int]:
+def _sums(lengths: Integers, counts: list[int]) -> list[int]:
     """The bytes for each worker: sums of as many lengths as it has images."""
     ends = numpy.concatenate([[0], numpy.cumsum(lengths)])
     at = numpy.concatenate([[0], numpy.cumsum(counts)]).astype(int)
     sums: list[int] = (ends[at[1:]] - ends[at[:-1]]).astype(int).tolist()
     return sums
-
-
-def _nothing() -> Tensor:
-    return torch.empty(0, dtype=torch.uint8)

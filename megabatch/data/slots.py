@@ -29,6 +29,10 @@ class Slots:
         self._registered: set[int] = set()
 
     @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
     def scarce(self) -> bool:
         """Whether the next to be taken is the last."""
         return len(self._free) < 2
