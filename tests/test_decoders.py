@@ -20,6 +20,7 @@ import torch
 from megabatch.batch import Step, steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data, RunFailed, UserError
+from megabatch.data.crop import crop_draws
 from megabatch.data.decode import Scratch, head_of, pixels, region
 from megabatch.data.decoders import TRAINING, Decoders
 from megabatch.data.encode import Encoding
@@ -320,8 +321,7 @@ def test_what_is_not_decoded_below_a_crop_changes_nothing_above(mode, options):
             )
 
 
-def test_only_what_was_checked_is_trusted(packs):
-    """A folder's JPEG may be damaged where it is not looked at: it is decoded to the end."""
+def test_what_is_not_trusted_is_decoded_to_its_end():
     data = bytearray(simplejpeg.encode_jpeg(pictures.pixels(1, 200, 200)))
     data[-400:-300] = bytes(100)
     head = head_of(data)
@@ -330,7 +330,26 @@ def test_only_what_was_checked_is_trusted(packs):
 
     with pytest.raises(BadImage):
         region(data, head, [0, 0, 50, 20], 3, 1, Scratch(), trusted=False)
-    config = replace(CONFIG, data=replace(PHOTOS, path=str(packs / "set")))
-    assert not open_sources(config)[0].records.checked
-    config = replace(CONFIG, data=replace(PHOTOS, path=str(packs / "jpeg.arrow")))
-    assert open_sources(config)[0].records.checked
+
+
+def test_a_jpeg_in_a_folder_is_trusted_once_it_was_found_whole(tmp_path, monkeypatch):
+    root = pictures.folder(tmp_path / "set", each=3, val=1, size=(70, 90))
+    bad = bytearray((root / "train/ant/1.JPEG").read_bytes())
+    bad[-200:-100] = bytes(100)
+    (root / "train/ant/1.JPEG").write_bytes(bad)
+    config = replace(CONFIG, data=replace(PHOTOS, path=str(root), crop_area=(0.1, 0.2)))
+    train, _ = open_sources(config)
+    asked = []
+
+    def noted(*arguments):
+        asked.append(arguments[-1])
+        return region(*arguments)
+
+    monkeypatch.setattr("megabatch.data.decoded.region", noted)
+    good, draws = torch.tensor([0, 2]), crop_draws(0, torch.arange(2))
+    first, second = (train.read(good, draws)[0] for _ in range(2))
+    assert asked == [False, False, True, True] and torch.equal(first, second)
+    for _ in range(2):  # the damaged one never is
+        with pytest.raises(UserError, match=r"ant/1\.JPEG cannot be read"):
+            train.read(torch.tensor([1]), draws[:1])
+    assert asked[4:] == [False, False]

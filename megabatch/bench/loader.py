@@ -260,7 +260,7 @@ def _show(rows: list[Row]) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("images", "loader"):
         table.add_column(name)
-    for name in ("images/s", "of the limit", "of DataLoader with Pillow"):
+    for name in ("images/s", "of the limit", "of Pillow"):
         table.add_column(name, justify="right")
     for row in rows:
         shares = [

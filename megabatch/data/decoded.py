@@ -5,6 +5,7 @@ It can be read in pieces into room of the caller's, by as many threads and proce
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Protocol
 
@@ -29,8 +30,8 @@ _LUMA = numpy.array([19595, 38470, 7471], numpy.uint32)
 
 
 class Records(Protocol):
-    """Images as they are stored, by index; `checked` ones were whole once and have not changed
-    since."""
+    """Images as they are stored, by index; `checked` ones were whole when they were stored and have
+    not changed since."""
 
     checked: bool
     separable: bool
@@ -59,6 +60,8 @@ class Decoded:
         self.resident: Source | None = None
         """the same images on the device, once they are there"""
         self._scratch = Scratch()
+        # Which images were found whole earlier, by this process or one that was forked off it.
+        self._whole = None if records.checked else _shared_flags(len(chosen))
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -77,7 +80,7 @@ class Decoded:
 
     def fill(self, room: Room, indices: Tensor, draws: Tensor | None) -> None:
         """Read images, cropped, into room for bytes or for crops, and their labels."""
-        numbers = self.chosen[indices].tolist()
+        places, numbers = indices.tolist(), self.chosen[indices].tolist()
         self.records.will_need(numbers)
         number = -1
         try:
@@ -88,13 +91,13 @@ class Decoded:
                 heads.append(_head(image))
             heights, widths, _ = numpy.array(heads).T
             boxes = choose_boxes(self.data, heights, widths, draws).tolist()
-            for place in range(len(numbers)):
-                number = numbers[place]  # whose name an error will say
-                part = self._part(stored[place], heads[place], boxes[place])
+            for row in range(len(numbers)):
+                number = numbers[row]  # whose name an error will say
+                part = self._part(places[row], stored[row], heads[row], boxes[row])
                 if room.shapes is None:
-                    bring_to_size(part, room.images[place])
+                    bring_to_size(part, room.images[row])
                 else:
-                    room.shapes[place] = self._put(part, room.images[place])
+                    room.shapes[row] = self._put(part, room.images[row])
         except BadImage as error:
             raise UserError(
                 f"the image {self.records.name(number)} cannot be read ({error}): "
@@ -102,14 +105,17 @@ class Decoded:
             ) from error
         room.labels.copy_(self.labels[indices])
 
-    def _part(self, image: Encoded | Pixels, head: Head, box: list[int]) -> Pixels:
+    def _part(self, place: int, image: Encoded | Pixels, head: Head, box: list[int]) -> Pixels:
         channels = self.data.channels
         if isinstance(image, numpy.ndarray):
             left, upper, right, lower = box
             return with_channels(image[upper:lower, left:right], channels)
         factor = reduction(box, self.data.size)
-        trusted = self.records.checked
-        return region(image, head, box, channels, factor, self._scratch, trusted)
+        trusted = self._whole is None or bool(self._whole[place])
+        part = region(image, head, box, channels, factor, self._scratch, trusted)
+        if self._whole is not None:
+            self._whole[place] = 1
+        return part
 
     def _put(self, part: Pixels, out: Tensor) -> Tensor:
         """A crop as it is, or resized where it is too large; returns its height and width."""
@@ -120,6 +126,11 @@ class Decoded:
             return torch.tensor([size, size])
         out.numpy()[: part.size].reshape(part.shape)[...] = part
         return torch.tensor(part.shape[:2])
+
+
+def _shared_flags(count: int) -> Pixels:
+    """So many zeros, in memory that forked processes share."""
+    return numpy.frombuffer(mmap.mmap(-1, max(1, count)), numpy.uint8)
 
 
 def _head(image: Encoded | Pixels) -> Head:
