@@ -84,6 +84,8 @@ def read_from_memory_alone(cluster, path, steps_, **data):
     rounds of the exchange."""
     before, shared._ROUND_BYTES = shared._ROUND_BYTES, 3000
     with loading(cluster, path, **data) as loader:
+        if data["processes"] == "never":  # threads may read further ahead than exchanges go
+            loader._most_ahead = loader._ahead
         dist.barrier()
         if cluster.rank == 0:
             place, length, _ = Pack(path)._places["image"]
@@ -174,6 +176,7 @@ def memory_of_epochs(cluster, path):
             for _ in loader.share(step):
                 pass
             areas = [exchange.result() for exchange in records._epochs.values()]
+            records._thread.submit(int).result()  # past ones were dropped by then
             taken = os.fstat(records.file).st_blocks * 512
             live = sum(-(-area.nbytes // 4096) * 4096 for area in areas)
             theirs = [received_maps(process) for process in decoding(group)]
@@ -189,7 +192,7 @@ def test_what_past_epochs_took_is_given_back(packs):
         assert {epoch for epoch, *_ in found} == {0, 1, 2, 3}
         for _, taken, live, ours, theirs in found:
             assert 0 < taken == live
-            assert ours <= 3 and len(theirs) == 2 and max(theirs) <= 1
+            assert ours <= 2 and len(theirs) == 2 and max(theirs) <= 1
         assert any(max(theirs) == 1 for *_, theirs in found)
         assert after == 0
 

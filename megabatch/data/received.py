@@ -7,6 +7,7 @@ so a place says which area is meant; one that is given back reads as zeros, neve
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 
@@ -17,6 +18,8 @@ from megabatch.data.decode import Encoded, Pixels
 from megabatch.data.decoded import FromPack
 
 Integers = NDArray[numpy.int64]
+
+_LIBC = ctypes.CDLL(None)
 
 
 class Area:
@@ -68,7 +71,9 @@ class _GivenBack(mmap.mmap):
     processes may still map it."""
 
     def __del__(self) -> None:
-        self.madvise(mmap.MADV_REMOVE)
+        # As self.madvise, which would hold up other threads meanwhile.
+        address = numpy.frombuffer(self, numpy.uint8).ctypes.data
+        _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(self)), mmap.MADV_REMOVE)
 
 
 class FromArea:

@@ -42,11 +42,10 @@ class SharedOut:
         # Worker w owns the places [bounds[w], bounds[w + 1]) of the set.
         self._bounds = numpy.array([images * worker // world for worker in range(world + 1)])
         owned = slice(self._bounds[rank], self._bounds[rank + 1])
-        self._own_ends = numpy.cumsum(self._lengths[owned])
-        self._own = numpy.empty(self._lengths[owned].sum(), numpy.uint8)
-        for number, end in zip(self._chosen[owned].tolist(), self._own_ends.tolist(), strict=True):
-            image = records.pack.record(number)
-            self._own[end - len(image) : end] = image
+        lengths = self._lengths[owned].tolist()
+        self._own = torch.empty(sum(lengths), dtype=torch.uint8).split(lengths)
+        for number, room in zip(self._chosen[owned].tolist(), self._own, strict=True):
+            room.numpy()[:] = records.pack.record(number)
         self._total = count_steps(config.all_stages, images, config.epochs)[1]
         self._areas = Areas()
         # A group and a thread of its own: the exchange runs under training, whose collectives
@@ -61,7 +60,7 @@ class SharedOut:
         return self._areas.file
 
     def begin(self, step: Step) -> None:
-        """Begin the exchange for the epoch after this step's, in the background.
+        """Begin the exchanges for this step's epoch and the next, in the background.
 
         It hangs on the step alone, so all workers join in the same exchanges. What was received for
         past epochs is dropped: nothing before this step is read any more.
@@ -69,8 +68,9 @@ class SharedOut:
         images = len(self._chosen)
         first, last = step.seen // images, (step.seen + step.batch - 1) // images
         for past in [epoch for epoch in self._epochs if epoch < first]:
-            del self._epochs[past]
-        for epoch in range(first, last + 2):
+            # To give back gigabytes takes a while too: it is done there, and before the next come.
+            self._thread.submit(_drop, self._epochs.pop(past))
+        for epoch in range(first, max(first + 1, last) + 1):
             if epoch not in self._epochs and epoch * images < self._total:
                 self._epochs[epoch] = self._thread.submit(self._exchange, step, epoch)
 
@@ -150,20 +150,23 @@ class SharedOut:
         to_answer = self._all_to_all(torch.tensor(to_ask), [1] * world, [1] * world).tolist()
         answers = self._all_to_all(torch.from_numpy(places), to_ask, to_answer).numpy()
 
-        ends, lengths = self._own_ends[answers - self._bounds[rank]], self._lengths[answers]
-        begins = (ends - lengths).tolist()
-        # Unlike bytes.join this lets other threads run meanwhile, such as the one that trains.
-        images = [self._own[a:b] for a, b in zip(begins, ends.tolist(), strict=True)]
-        outgoing = numpy.concatenate([self._own[:0], *images])
-        sent, received = _sums(lengths, to_answer), _sums(self._lengths[places], to_ask)
+        # One call for all images, during which the thread that trains is not held up.
+        rows = (answers - self._bounds[rank]).tolist()
+        outgoing = torch.cat([incoming[:0], *(self._own[row] for row in rows)])
+        sent = _sums(self._lengths[answers], to_answer)
+        received = _sums(self._lengths[places], to_ask)
         out = incoming[: sum(received)]
-        dist.all_to_all_single(out, torch.from_numpy(outgoing), received, sent, group=self._group)
+        dist.all_to_all_single(out, outgoing, received, sent, group=self._group)
         return len(out)
 
     def _all_to_all(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
         out = tensor.new_empty(sum(received))
         dist.all_to_all_single(out, tensor, received, sent, group=self._group)
         return out
+
+
+def _drop(exchange: Future[Area]) -> None:
+    """The last to hold on to an exchange is the thread that runs this."""
 
 
 def _sums(lengths: Integers, counts: list[int]) -> list[int]:
