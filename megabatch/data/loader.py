@@ -51,7 +51,7 @@ Submit = Callable[[int, int], Pending]
 @dataclass(frozen=True)
 class MicroBatch:
     images: Tensor
-    """n x channels x size x size; on a GPU decoded ones lie in memory with the channels last"""
+    """n x channels x size x size; decoded ones lie in memory with the channels last"""
     labels: Tensor
     positions: Tensor
     first: int
@@ -61,7 +61,8 @@ class MicroBatch:
 class Loader:
     """Images of one worker on its device: of training, augmented, and of validation.
 
-    `waited_seconds` is how long the training loop has waited for images so far, `busy_seconds` how
+    `waited_seconds` is how long the training loop has waited for images so far (the first
+    micro-batch, which nobody could read ahead, does not count), `busy_seconds` how
     long the reading threads or processes have worked, all together, `core_seconds` how much of that
     on a core.
     """
@@ -89,6 +90,7 @@ class Loader:
         self._validation_ahead = min(_VALIDATION_AHEAD, self._most_ahead)
         self._reading: dict[int, Pending] = {}
         self._prepared: dict[int, MicroBatch] = {}
+        self._begun = False
         self.waited_seconds = 0.0
 
         self._ending = contextlib.ExitStack()
@@ -166,10 +168,11 @@ class Loader:
         room = pending.result()
         waited = time.perf_counter() - began
         data, source = self._config.data, self._source
-        if not source.instant:  # what the loop does itself is no waiting
+        if self._begun and not source.instant:  # what the loop does itself is no waiting
             self.waited_seconds += waited
             if waited > _NOTICED_SECONDS:
                 self._ahead = min(self._ahead + 1, self._most_ahead)
+        self._begun = True
         with torch.cuda.stream(self._side):
             positions = torch.arange(first, first + count, device=self._device)
             images, labels = self._on_device(room)
