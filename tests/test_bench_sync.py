@@ -1,6 +1,7 @@
 """megabatch bench sync: links by steps of rings, and the machine.json that the planner reads."""
 
 import json
+import os
 import time
 from dataclasses import replace
 
@@ -51,6 +52,32 @@ def test_links_of_all_levels_are_found_and_the_same_on_all_workers():
     assert all(value > 0 for level in first.values() for value in level.values())
 
 
+def slept_and_worked(cluster):
+    """What is found if a sum keeps each worker asleep, and then busy for so long, and a large
+    one for longer."""
+
+    def sum_of(plan, tensor, cluster):
+        time.sleep(0.01)
+        until = time.process_time() + (0.004 if tensor.nbytes < 1e4 else 0.02)
+        while time.process_time() < until:
+            pass
+
+    links.execute, links._SUMS = sum_of, (5, 5)
+    return links.sending(cluster)
+
+
+def test_the_work_of_a_message_is_processor_time_and_not_waiting():
+    first, second = run_ranks(slept_and_worked, 2)
+    assert first == second
+    # two messages a sum of two workers
+    assert first["message_core_seconds"] == pytest.approx(0.002, rel=0.2)
+    assert first["byte_core_seconds"] == pytest.approx(0.008 / (64 << 10), rel=0.2)
+
+
+def test_gpus_are_not_held_up_by_sending():
+    assert links.sending(Cluster(0, 2, 0, 2, torch.device("cuda"), (1, 2))) is None
+
+
 @pytest.mark.parametrize(("shared_rate", "host_rate"), [(5e6, 5e6), (1e6, 4e6)])
 def test_flows_that_share_a_link_are_told_from_one_alone(monkeypatch, shared_rate, host_rate):
     """Seen by the second worker of a host, which looks on while the first ones send."""
@@ -96,6 +123,8 @@ def test_bench_sync_and_bench_step_make_a_machine_that_plans(tmp_path, capsys, m
     found = load("machine.json")
     assert (found.workers_per_node, found.network) == (2, None)
     assert found.node.latency_seconds < 1 < found.node.bytes_per_second
+    assert 0 < found.sending.message_core_seconds < 1
+    assert found.sending.cores == len(os.sched_getaffinity(0))
     assert measured("machine.json", (1, 2)).rows  # what plan="auto" reads
     capsys.readouterr()
     assert main(["plan", "digits", "--machine", "machine.json", "--gpus", "1,2", "--json"]) == 0

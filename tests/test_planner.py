@@ -22,7 +22,7 @@ from megabatch.config import UserError
 from megabatch.execute import LANES as ENGINE_LANES
 from megabatch.planner import bundled, forecast, load, machine, published, smallest, workload
 from megabatch.planner.bundled import MACHINES
-from megabatch.planner.machine import Machine, Network, Node, Rate, Spine
+from megabatch.planner.machine import Machine, Network, Node, Rate, Sending, Spine
 from megabatch.planner.price import Line, Price, legs, price
 from megabatch.planner.run import LANES, PLANNED, Job, Setting, epochs_to_target, stretches
 from megabatch.planner.search import candidates, compare
@@ -30,6 +30,7 @@ from megabatch.planner.step import (
     Bucket,
     buckets,
     expected_maximum,
+    held_up,
     pass_seconds,
     send,
     step,
@@ -229,6 +230,19 @@ def test_rings_that_share_a_nic_share_its_bandwidth():
     assert column.seconds_per_byte == pytest.approx(2 * 7 / 8 / 1e9)
 
 
+@pytest.mark.parametrize("name", PLANNED)
+def test_work_is_that_of_the_messages_one_by_one(name):
+    """Each worker has half a core: what all send, over all of their cores."""
+    place = replace(UNIFORM, sending=Sending(1e-4, 2e-9, cores=0.5 * UNIFORM.workers_per_node))
+    for y, x in [*GRIDS, (3, 1), (5, 7)]:
+        messages = plans.lower(PLANNED[name], y, x)
+        tensors = float(sum(message.slice.share for message in messages))
+        work = price(PLANNED[name], y, x, place).work(1e6)
+        known = (1e-4 * len(messages) + 2e-9 * 1e6 * tensors) / (0.5 * y * x)
+        assert work == pytest.approx(known, rel=1e-9), (y, x)
+        assert price(PLANNED[name], y, x, UNIFORM).work(1e6) == 0.0
+
+
 def test_a_slow_flow_slows_one_ring_and_not_four():
     slow = replace(NODES_OF_4, network=Network(5e-6, 1e9, flow_bytes_per_second=0.25e9))
     free = replace(NODES_OF_4, network=Network(5e-6, 1e9))
@@ -261,7 +275,7 @@ def some_buckets(draw):
     return [Bucket(draw(st.floats(1, 1e8)), share) for share in ready]
 
 
-prices = st.builds(Price, st.floats(0, 0.01), st.floats(0, 1e-8))
+prices = st.builds(Price, *[st.floats(0, 0.01), st.floats(0, 1e-8)] * 2)
 
 
 @settings(max_examples=80, deadline=None)
@@ -269,9 +283,11 @@ prices = st.builds(Price, st.floats(0, 0.01), st.floats(0, 1e-8))
 def test_a_step_lies_between_its_longer_part_and_the_sum(full, cost, seconds, lanes):
     wire = sum(cost.seconds(bucket.nbytes) for bucket in full)
     made = step(seconds, 1, full, cost, lanes=lanes)
-    assert made.seconds <= seconds + wire + 1e-9
+    work = sum(cost.work(bucket.nbytes) for bucket in full)
+    assert made.seconds <= seconds + wire + work + 1e-9
     busy = sum(cost.seconds_per_byte * bucket.nbytes for bucket in full)
-    assert made.seconds >= max(seconds, busy) - 1e-9
+    # the cores do all work of computing and sending within the step
+    assert made.seconds >= max(seconds + work, busy) - 1e-9
     assert step(seconds, 1, full, cost, lanes=1).seconds >= made.seconds - 1e-9
     assert step(seconds, 1, full, cost, overlap=False).seconds >= made.seconds - 1e-9
 
@@ -279,7 +295,7 @@ def test_a_step_lies_between_its_longer_part_and_the_sum(full, cost, seconds, la
 @settings(max_examples=60, deadline=None)
 @given(full=some_buckets(), cost=prices, factor=st.floats(1, 10))
 def test_a_slower_wire_never_makes_a_step_faster(full, cost, factor):
-    slower = Price(cost.latency * factor, cost.seconds_per_byte * factor)
+    slower = Price(*(factor * part for part in cost))
     assert step(0.1, 2, full, slower).seconds >= step(0.1, 2, full, cost).seconds - 1e-12
 
 
@@ -288,6 +304,23 @@ def test_buckets_leave_in_order_when_full_and_when_the_wire_is_free():
     assert [(b.start, b.end) for b in sent] == [(5, 7), (7, 9), (10, 12)]
     both = send([Bucket(100, 0.5), Bucket(100, 0.6)], Price(1, 0.01), 0.0, 10.0, lanes=2)
     assert [(b.start, b.end) for b in both] == [(5, 7), (6, 8)]
+
+
+def test_sending_takes_from_backward_what_the_cores_do_for_it():
+    cost = Price(1.0, 0.04, message_work=1.0, byte_work=0.01)  # 4 s on the wire, 2 s of the cores
+    first, last = send([Bucket(100, 0.5), Bucket(100, 1.0)], cost, 0.0, 10.0)
+    assert (first.start, first.off_wire, first.end, first.work) == (5.0, 9.0, 10.0, 2.0)
+    assert last.ready == last.start == 12.0  # at half pace while the first was on the wire
+    assert held_up(5.0, [first]) == 5.0
+    assert held_up(6.0, [first]) == 7.0
+    # cores that do nothing but send for 5 s
+    flooded = cost._replace(byte_work=0.04)
+    first, last = send([Bucket(100, 0.5), Bucket(100, 1.0)], flooded, 0.0, 10.0)
+    assert (first.off_wire, last.ready) == (10.0, 15.0)
+    # backward is over after 15 s, but the step is not before its last bucket is there
+    made = step(15.0, 1, [Bucket(100, 0.0)], cost)
+    assert made.exposed_seconds == pytest.approx(2.0)
+    assert step(15.0, 1, [Bucket(100, 1.0)], cost).exposed_seconds == pytest.approx(5.0)
 
 
 def test_buckets_hold_all_gradients_once():
@@ -479,10 +512,14 @@ def test_machine_json_is_written_in_parts_and_read_back(tmp_path):
     link = {"latency_seconds": 1e-4, "bytes_per_second": 1e9}
     machine.update(file, {"links": {"node": link}, "workers_per_node": 4, "host": {"gpu": "y"}})
     machine.update(file, {"compute": [row | {"images_per_second": 20.0}]})
+    work = {"message_core_seconds": 1e-4, "byte_core_seconds": 1e-9, "cores": 8}
+    machine.update(file, {"sending": work})
+    machine.update(file, {"sending": {"cores": 2}})
     found = load(str(file))
     assert found.workers_per_node == 4
     assert found.node == Node(1e-4, 1e9)
     assert found.network is None
+    assert found.sending == Sending(1e-4, 1e-9, cores=2)
     assert found.rates == (Rate("small", 16, 20.0), Rate("small", 32, 10.0))
     assert found.host == {"cpu": "x", "gpu": "y"}
     assert machine.from_json(machine.to_json(found)) == found

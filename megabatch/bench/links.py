@@ -2,11 +2,14 @@
 
 Each worker sends to the next while it receives from the one before, which is what the links carry
 in an all-reduce. A message there and back alone on the wire meets neither its neighbours nor the
-traffic in the other direction.
+traffic in the other direction. What sending costs the cores is the processor time of rings of the
+engine that trains.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from functools import partial
 from statistics import median
 from typing import Any
@@ -15,11 +18,15 @@ import torch
 import torch.distributed as dist
 
 from megabatch.bench.slowest import slowest
+from megabatch.choice import named
 from megabatch.cluster import Cluster
+from megabatch.execute import execute
 
 _SMALL, _FIRST, _LARGEST = 4, 64 << 10, 64 << 20  # bytes of a message
 _LONG_ENOUGH = 0.05  # seconds of a step that measures bandwidth: a slow link need not carry more
 _ROWS = 8
+_PIECES = (64, 64 << 10)  # bytes of the messages whose work is measured
+_SUMS = (40, 8)  # of tensors cut into such pieces
 
 # Whom a worker sends to and whom it receives from; None if it only looks on.
 Neighbours = tuple[int, int] | None
@@ -46,6 +53,37 @@ def links(cluster: Cluster) -> dict[str, dict[str, float]]:
             "flow_bytes_per_second": flow,
         }
     return found
+
+
+def sending(cluster: Cluster) -> dict[str, float] | None:
+    """What a message and a byte cost the cores, as machine.json has it; None where GPUs compute.
+
+    Processor time of all threads, in the mean over the workers: one that waits for a message
+    sleeps, and sleep does not count.
+    """
+    if cluster.device.type != "cpu" or cluster.world == 1:
+        return None
+    small, large = (
+        _core_seconds(nbytes, sums, cluster) for nbytes, sums in zip(_PIECES, _SUMS, strict=True)
+    )
+    return {
+        "message_core_seconds": small,
+        "byte_core_seconds": max(0.0, large - small) / (_PIECES[1] - _PIECES[0]),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def _core_seconds(nbytes: int, sums: int, cluster: Cluster) -> float:
+    """Of a worker, for sending one message of so many bytes and receiving another."""
+    plan, tensor = named("ring", "gloo"), torch.zeros(cluster.world * nbytes // 4)
+    execute(plan, tensor, cluster)  # connects
+    cluster.barrier()
+    before = time.process_time()
+    for _ in range(sums):
+        execute(plan, tensor, cluster)
+    taken = torch.tensor(time.process_time() - before, dtype=torch.float64)
+    dist.all_reduce(taken)
+    return taken.item() / cluster.world / sums / (2 * (cluster.world - 1))
 
 
 def _line(neighbours: Neighbours, cluster: Cluster) -> tuple[float, float]:

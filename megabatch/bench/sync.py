@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from megabatch.bench.links import links
+from megabatch.bench.links import links, sending
 from megabatch.bench.slowest import slowest
 from megabatch.bench.tcp_ring import tcp_ring
 from megabatch.choice import Choice, fastest, named
@@ -102,7 +102,7 @@ def measure(flags: SyncFlags) -> dict[str, Any] | None:
         }
         again |= {_best(plans, size): calls[_best(plans, size)] for size in flags.sizes}
         second = _measure(again, flags, cluster)
-        found = links(cluster)
+        found, work = links(cluster), sending(cluster)
     finally:
         cluster.leave()
     if not cluster.first:
@@ -113,6 +113,7 @@ def measure(flags: SyncFlags) -> dict[str, Any] | None:
         "hosts": cluster.world // cluster.local_world,
         "workers_per_node": cluster.local_world,
         "links": found,
+        "sending": work,
         "rows": rows,
         "chosen": second,
     }
@@ -196,19 +197,24 @@ def _size(nbytes: int) -> str:
 
 
 def _machine_part(report: dict[str, Any]) -> dict[str, Any]:
-    """What machine.json takes over: links for the planner, plans by size for plan="auto"."""
+    """What machine.json takes over: links and the work of sending for the planner, plans by size
+    for plan="auto"."""
     source = f"megabatch bench sync, {time.strftime('%Y-%m-%d')}"
     plans = [
         {"grid": report["grid"], **{key: row[key] for key in ("plan", "nbytes", "seconds")}}
         for row in report["rows"]
         if ":" in row["plan"]
     ]
-    return {
+    measured = [f"links.{level}" for level in report["links"]]
+    part = {
         "workers_per_node": report["workers_per_node"],
         "links": report["links"],
         "plans": plans,
-        "sources": {f"links.{level}": source for level in report["links"]},
     }
+    if report["sending"] is not None:
+        part["sending"] = report["sending"]
+        measured.append("sending")
+    return part | {"sources": dict.fromkeys(measured, source)}
 
 
 if __name__ == "__main__":

@@ -53,6 +53,17 @@ class Spine:
 
 
 @dataclass(frozen=True)
+class Sending:
+    """What messages cost the cores that compute. A GPU's messages cost it nothing."""
+
+    message_core_seconds: float
+    """of one core, to send a message and to receive one"""
+    byte_core_seconds: float
+    cores: float
+    """of a node: its workers share them, and computing takes all of them"""
+
+
+@dataclass(frozen=True)
 class Rate:
     """Images/s of one worker while `workers` of them train with this micro-batch, update
     included."""
@@ -79,6 +90,7 @@ class Machine:
     node: Node | None = None
     network: Network | None = None
     spine: Spine | None = None
+    sending: Sending | None = None
     rates: tuple[Rate, ...] = ()
     jitter: float = JITTER
     """standard deviation of a worker's time for a step, as a share of it"""
@@ -139,7 +151,7 @@ def from_json(text: str, default_name: str = "machine") -> Machine:
     if said.get("format") != FORMAT:
         raise ValueError(f"its format is {said.get('format')!r}, not {FORMAT!r}")
     links = said.get("links", {})
-    spine = links.get("spine")
+    spine, sending = links.get("spine"), said.get("sending")
     optional = ("jitter", "launch_seconds", "input_images_per_second", "largest_micro", "fitted",
                 "sources", "host", "date")  # fmt: skip
     return Machine(
@@ -148,6 +160,7 @@ def from_json(text: str, default_name: str = "machine") -> Machine:
         node=Node(**links["node"]) if "node" in links else None,
         network=Network(**links["network"]) if "network" in links else None,
         spine=Spine(**spine) if spine else None,
+        sending=Sending(**sending) if sending else None,
         rates=tuple(_rate(**row) for row in said.get("compute", [])),
         **{key: said[key] for key in optional if said.get(key) is not None},
     )
@@ -171,14 +184,15 @@ def to_json(machine: Machine) -> str:
 
 
 def update(path: str | os.PathLike[str], part: dict[str, Any]) -> None:
-    """Write a part of machine.json (links by level, compute rows, host facts), keeping the rest.
+    """Write a part of machine.json (links by level, sending, compute rows, host facts), keeping the
+    rest.
 
     A compute row replaces the one of the same model, micro-batch and number of workers.
     """
     file = Path(path)
     said = json.loads(file.read_text()) if file.exists() else {"name": file.stem}
     merged = said | part | {"format": FORMAT, "date": time.strftime("%Y-%m-%d")}
-    for key in ("links", "host", "sources"):
+    for key in ("links", "sending", "host", "sources"):
         merged[key] = said.get(key, {}) | part.get(key, {})
     rows = {
         (row["model"], row["micro"], row.get("workers", 1)): row

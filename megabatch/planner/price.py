@@ -18,13 +18,22 @@ from megabatch.plans.phase import CLOSES, Phase, Plan, check
 
 
 class Price(NamedTuple):
-    """Time of a collective: the part that any size pays, and the part that each byte pays."""
+    """Time of a collective: the part that any size pays, and the part that each byte pays.
+
+    Work is the time for which a node's cores send and receive what its workers do; where they
+    compute as well, computing waits for so long.
+    """
 
     latency: float
     seconds_per_byte: float
+    message_work: float = 0.0
+    byte_work: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
         return self.latency + self.seconds_per_byte * nbytes
+
+    def work(self, nbytes: float) -> float:
+        return self.message_work + self.byte_work * nbytes
 
 
 FREE = Price(0.0, 0.0)
@@ -94,36 +103,47 @@ def price(plan: Plan, y: int, x: int, machine: Machine) -> Price:
 
 
 def sum_of(prices: Iterator[Price]) -> Price:
-    both = [*zip(*prices, strict=True)]
-    return Price(sum(both[0]), sum(both[1])) if both else FREE
+    parts = [*zip(*prices, strict=True)]
+    return Price(*map(sum, parts)) if parts else FREE
 
 
 class PricedPhase(NamedTuple):
     phase: Phase
     latency: float
     seconds_per_byte: float
+    message_work: float
+    byte_work: float
 
 
 def legs(plan: Plan, y: int, x: int, machine: Machine) -> Iterator[PricedPhase]:
-    """The price phase by phase; `seconds_per_byte` counts bytes of the whole tensor."""
+    """The price phase by phase; what a byte costs is for bytes of the whole tensor."""
     check(plan)
     world = y * x
-    share, alone = 1.0, False
-    opened: list[tuple[Line, float, bool]] = []
+    share, in_play, alone = 1.0, 1.0, False  # of the tensor a worker holds, of the workers
+    opened: list[tuple[Line, float, float, bool]] = []
     for phase in plan:
         if phase.op in CLOSES:
-            line, share, alone = opened.pop()
+            line, share, in_play, alone = opened.pop()
         else:
             members, stride = {"x": (x, 1), "y": (y, x), "xy": (world, 1)}[phase.axis]
             line = Line(members, stride, world, alone)
             if phase.op != "all_reduce":
-                opened.append((line, share, alone))
+                opened.append((line, share, in_play, alone))
         if line.members > 1:
             cost = _collective(phase, line, machine)
-            yield PricedPhase(phase, cost.latency, cost.seconds_per_byte * share)
+            yield PricedPhase(
+                phase,
+                cost.latency,
+                cost.seconds_per_byte * share,
+                cost.message_work * in_play,
+                cost.byte_work * share * in_play,
+            )
         if phase.op == "reduce_scatter":
-            share /= line.members if phase.wiring == "ring" else _power_of_two(line.members)
+            holders = line.members if phase.wiring == "ring" else _power_of_two(line.members)
+            share /= holders
+            in_play *= holders / line.members
         elif phase.op == "reduce":
+            in_play /= line.members
             alone = True
 
 
@@ -136,7 +156,11 @@ def _collective(phase: Phase, line: Line, machine: Machine) -> Price:
         cost = _tree(line, machine)
     else:
         cost = _halving(line, machine)
-    return Price(machine.launch_seconds + ways * cost.latency, ways * cost.seconds_per_byte)
+    return Price(
+        machine.launch_seconds + ways * cost.latency,
+        ways * cost.seconds_per_byte,
+        *(ways * work for work in _work(op, phase.wiring, line, machine)),
+    )
 
 
 def _ring(line: Line, machine: Machine) -> Price:
@@ -189,6 +213,35 @@ def _tree(line: Line, machine: Machine) -> Price:
         seconds += pace
         distance *= 2
     return Price(latency, seconds)
+
+
+# --- what sending costs the cores ---------------------------------------------------------------
+
+
+def _work(op: str, wiring: str, line: Line, machine: Machine) -> tuple[float, float]:
+    """Seconds of a node's cores one way, for messages of any size and for a byte of the tensor, if
+    all its workers are in play."""
+    sending, members = machine.sending, line.members
+    if sending is None:
+        return 0.0, 0.0
+    each = min(machine.workers_per_node, line.world) / sending.cores
+    # However it is done, one tensor less than there are members travels.
+    tensors = (members - 1) / members
+    return (
+        each * sending.message_core_seconds * _messages(op, wiring, members),
+        each * sending.byte_core_seconds * tensors,
+    )
+
+
+def _messages(op: str, wiring: str, members: int) -> float:
+    """That a member sends one way, in the mean over all of them."""
+    if wiring == "ring":
+        return members - 1
+    if op == "reduce":
+        return (members - 1) / members
+    blocks = [1 << bit for bit in range(members.bit_length()) if members >> bit & 1]
+    swapped = sum(block * (block.bit_length() - 1) for block in blocks)
+    return (swapped + sum(_handed_over(members))) / members
 
 
 # --- what a hop costs ---------------------------------------------------------------------------

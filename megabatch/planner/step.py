@@ -1,5 +1,6 @@
 """One step as two timelines, backward and the wire, bucket by bucket: a bucket leaves when it is
-full and the wire is free (wait-free back-propagation, as in Shi 2019).
+full and the wire is free (wait-free back-propagation, as in Shi 2019). Where the cores that compute
+also send, backward has what sending leaves of them.
 
 Workers wait for the slowest: with a spread of sigma, the slowest of N takes sigma * z(N) longer
 than the mean, z(N) being the expected maximum of N standard normal numbers.
@@ -37,6 +38,10 @@ class Sent(NamedTuple):
     ready: float
     start: float
     end: float
+    off_wire: float
+    """the next bucket may go; only latency is left of this one"""
+    work: float
+    """seconds for which it takes the cores from computing"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Step:
     """and, with several passes, all passes before the last"""
     backward_seconds: float
     exposed_seconds: float
-    """from the end of backward to the arrival of the last bucket"""
+    """what sending adds: backward held up by its work, and waiting for the last bucket"""
     jitter_seconds: float
     """waiting for the slowest worker"""
     input_seconds: float
@@ -71,17 +76,36 @@ def buckets(workload: Workload, limit_mb: float, wire: str) -> list[Bucket]:
 def send(
     full: Sequence[Bucket], price: Price, began: float, backward: float, lanes: int = 1
 ) -> list[Sent]:
-    """When each bucket leaves and arrives. Lanes hide each other's latency and share the wire."""
+    """When each bucket leaves and arrives. Lanes hide each other's latency and share the wire.
+
+    A bucket is on the wire no shorter than the cores work on it.
+    """
     free, wire_free = [0.0] * lanes, 0.0
-    sent = []
+    sent: list[Sent] = []
     for number, bucket in enumerate(full):
         lane = number % lanes
-        ready = began + bucket.ready * backward
+        ready = held_up(began + bucket.ready * backward, sent)
         start = max(ready, free[lane], wire_free)
-        wire_free = start + price.seconds_per_byte * bucket.nbytes
+        work = price.work(bucket.nbytes)
+        wire_free = start + max(price.seconds_per_byte * bucket.nbytes, work)
         free[lane] = wire_free + price.latency
-        sent.append(Sent(bucket.nbytes, ready, start, free[lane]))
+        sent.append(Sent(bucket.nbytes, ready, start, free[lane], wire_free, work))
     return sent
+
+
+def held_up(moment: float, sent: Sequence[Sent]) -> float:
+    """When computing gets to where it would be at a moment if nothing were sent.
+
+    A bucket's work is spread evenly over its time on the wire; computing has the rest.
+    """
+    for bucket in sent:
+        if moment <= bucket.start:
+            break
+        missing, rest = moment - bucket.start, bucket.off_wire - bucket.start - bucket.work
+        if missing < rest:
+            return moment + bucket.work * missing / rest
+        moment += bucket.work
+    return moment
 
 
 def step(
@@ -105,7 +129,8 @@ def step(
     if not overlap:
         full = [Bucket(bucket.nbytes, 1.0) for bucket in full]
     sent = send(full, price, compute - backward, backward, lanes)
-    exposed = max(compute, *(bucket.end for bucket in sent)) - compute if sent else 0.0
+    arrived = max((bucket.end for bucket in sent), default=0.0)
+    exposed = max(held_up(compute, sent), arrived) - compute
     busy = compute * (1 + slowest) + exposed
     waiting = max(0.0, input_seconds - busy)
     return Step(

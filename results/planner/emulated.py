@@ -1,9 +1,9 @@
 """The planner against real steps between hosts that are network namespaces (root, Linux).
 
-`megabatch bench sync` measures the links into machine.json, and training steps without messages add
-what computing takes. The planner then says how long sums and steps take that were not measured:
-other sizes, plans, grids, bucket sizes and worlds. Only then are they run, by the engine that
-trains.
+`megabatch bench sync` measures the links and the work of sending into machine.json, and training
+steps without messages add what computing takes. The planner then says how long sums and steps take
+that were not measured: other sizes, plans, grids, bucket sizes and worlds. Only then are they run,
+by the engine that trains.
 
     python results/planner/emulated.py --out results/planner/first
 """
@@ -151,8 +151,12 @@ def work(task: str, file: Path) -> None:
             for micro, seconds in zip(COMPUTED, taken, strict=True)
         ]
         if cluster.first:
-            source = "results/planner/emulated.py, all workers at once, no messages"
-            update(file, {"compute": rows, "host": host(), "sources": {"compute": source}})
+            sources = {
+                "compute": "results/planner/emulated.py, all workers at once, no messages",
+                "sending.cores": "all hosts are on one computer: a host has its share of the cores",
+            }
+            part = {"compute": rows, "host": host(), "sources": sources}
+            update(file, part | {"sending": {"cores": len(os.sched_getaffinity(0)) / HOSTS}})
     else:
         mine = [case for case in cases() if case.world == cluster.world]
         taken = in_turns(
