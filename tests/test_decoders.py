@@ -4,6 +4,7 @@ happens."""
 import contextlib
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -179,6 +180,38 @@ def test_a_process_that_is_killed_ends_the_run_in_words(packs, decoding, which):
             for index in range(1, 200):
                 list(loader.share(Step(index, 40 * index, 40, 0.0, 0)))
     assert not decoding()
+
+
+def test_nobody_waits_for_a_process_that_the_first_cannot_report_any_more(packs, decoding):
+    with loading(packs / "jpeg.arrow") as (loader, _):
+        list(loader.share(Step(0, 0, 40, 0.0, 0)))
+        first, *others = decoding()
+        for process in others:
+            os.kill(process, signal.SIGSTOP)
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(RunFailed, match=r"processes ended \(exit status -9\)"):
+            for index in range(1, 20):
+                list(loader.share(Step(index, 40 * index, 40, 0.0, 0)))
+    deadline = time.monotonic() + 20
+    while decoding() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not decoding()
+
+
+def test_they_start_in_any_folder_with_any_number_of_files_open(packs, tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise ImportError('not the library')")
+    monkeypatch.chdir(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        with loading(packs / "jpeg.arrow") as (loader, _):
+            assert loader._decoders._replies > 1024
+            assert len(list(loader.share(Step(0, 0, 40, 0.0, 0)))) == 1
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_signal_to_the_whole_group_does_not_reach_them(packs, decoding):

@@ -259,10 +259,11 @@ class Decoders:
         """End the processes; images that were handed out stay valid, except on their way to a
         GPU."""
         os.close(self._requests)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.returncode != 0:  # some hang, or the first is gone and some may be left
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         os.close(self._replies)
         self.slots.close()

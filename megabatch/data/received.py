@@ -19,7 +19,9 @@ from megabatch.data.decoded import FromPack
 
 Integers = NDArray[numpy.int64]
 
-_LIBC = ctypes.CDLL(None)
+# As mmap.madvise, which would hold up other threads meanwhile.
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Area:
@@ -70,10 +72,11 @@ class _GivenBack(mmap.mmap):
     """Memory whose pages return to the system at its end, although the file stays and other
     processes may still map it."""
 
+    def __init__(self, *arguments: object, **keywords: object) -> None:
+        self._address = numpy.frombuffer(self, numpy.uint8).ctypes.data
+
     def __del__(self) -> None:
-        # As self.madvise, which would hold up other threads meanwhile.
-        address = numpy.frombuffer(self, numpy.uint8).ctypes.data
-        _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(self)), mmap.MADV_REMOVE)
+        _madvise(self._address, len(self), mmap.MADV_REMOVE)
 
 
 class FromArea:
