@@ -646,22 +646,28 @@ def test_the_docs_hold_the_tables():
 # --- real steps
 
 
-# At 100 Mbit/s the work of sending, which is not in the model, shows in the smallest buckets.
-@pytest.mark.parametrize(("run", "worst"), [("first", 0.25), ("second", 0.25), ("faster", 0.34)])
-def test_steps_between_emulated_hosts_are_still_foreseen(run, worst):
+@pytest.mark.parametrize("run", ["first", "second", "faster"])
+def test_steps_between_emulated_hosts_are_still_foreseen(run, tmp_path):
     """As they were measured: results/planner says how."""
     folder = Path(__file__).parents[1] / "results" / "planner"
     script = runpy.run_path(str(folder / "emulated.py"))
     rows = json.loads((folder / run / "rows.json").read_text())
-    errors = []
+    place = json.loads((folder / run / "machine.json").read_text())
+    idle = tmp_path / "machine.json"  # the same, if sending cost the cores nothing
+    idle.write_text(json.dumps(place | {"sending": None}))
+    errors, without = [], []
     for case, row in zip(script["cases"](), rows, strict=True):
         assert str(case) == row["what"]
         predicted = script["predict"](case, str(folder / run / "machine.json"))
         assert predicted == pytest.approx(row["predicted"])  # what was said before it was run
         errors.append(abs(predicted / row["seconds"] - 1))
+        without.append(abs(script["predict"](case, str(idle)) / row["seconds"] - 1))
     assert statistics.median(errors) <= 0.10
-    assert max(errors) <= worst
-    found = f"| {run} | {statistics.median(errors):.1%} | {max(errors):.1%} |".replace("%", " %")
+    assert max(errors) <= 0.25
+    both = [
+        f"{kind(which):.1%}" for which in (errors, without) for kind in (statistics.median, max)
+    ]
+    found = f"| {run} | {' | '.join(both)} |".replace("%", " %")
     assert found in DOCS.read_text()
     assert found in (folder / "README.md").read_text()
 
