@@ -111,6 +111,15 @@ def test_validation_may_come_between_two_micro_batches(packs):
     assert all(map(torch.equal, alone, found))
 
 
+def test_validation_that_is_left_early_leaves_nothing_taken(packs):
+    with loading(packs / "jpeg.arrow") as (loader, _):
+        for _ in range(30):
+            batches = loader.validation()
+            next(batches)
+            batches.close()
+        assert len(list(loader.validation())) == 2
+
+
 def test_images_stay_as_they_are_for_as_long_as_they_are_kept(packs):
     with loading(packs / "jpeg.arrow") as (loader, _):
         kept, copies = [], []
@@ -275,7 +284,7 @@ def test_processes_are_started_where_there_is_enough_to_read(packs):
 
 
 def test_a_slot_is_free_again_when_the_last_tensor_on_it_is_gone():
-    slots = Slots(Layout("numbers", 4, 2, 1), 6, pinned=False)
+    slots = Slots(Layout("numbers", 4, 2, 1), 2, pinned=False)
     slot = slots.take()
     room = slots.room(slot, 3)
     part = room.images[1:]
@@ -285,6 +294,11 @@ def test_a_slot_is_free_again_when_the_last_tensor_on_it_is_gone():
     del part
     gc.collect()
     assert slot in slots._free
+    kept = [slots.room(slots.take(), 3) for _ in range(20)]
+    assert slots.free == 2  # those for reading: what is kept beyond the few is a copy
+    del kept
+    gc.collect()
+    assert slots.free == 6
     slots.close()
 
 

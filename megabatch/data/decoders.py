@@ -121,20 +121,21 @@ class DecodersPart:
 
 
 class Decoders:
-    """So many processes, which open both parts of the images a config names. Training images that
-    are `shared` out they find where this process receives them."""
+    """So many processes, which open both parts of the images a config names and read up to
+    `reading` micro-batches at a time. Training images that are `shared` out they find where this
+    process receives them."""
 
     def __init__(
         self,
         config: Config,
         layout: Layout,
         processes: int,
-        slots: int,
+        reading: int,
         pinned: bool,
         shared: SharedOut | None = None,
     ) -> None:
         self.processes, self._shared = processes, shared
-        self.slots = Slots(layout, slots, pinned)
+        self.slots = Slots(layout, reading, pinned)
         self._held: list[Batch] = []  # until their images were received
         self._batches: dict[int, Batch] = {}
         self._unsent: deque[bytes] = deque()

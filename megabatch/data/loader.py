@@ -41,8 +41,6 @@ _NOTICED_SECONDS = 1e-3
 _VALIDATION_AHEAD = 8
 _COPIES = 2
 """micro-batches on their way to a GPU"""
-_IN_USE = 4
-"""micro-batches beside those that are read ahead: copied, prepared, trained on"""
 
 Submit = Callable[[int, int], Pending]
 """position of the first image, how many -> the micro-batch on its way"""
@@ -205,13 +203,17 @@ class Loader:
             self._validate = self._submit_to(source, VALIDATION)
         count = len(source)
         waiting: deque[Pending] = deque()
-        for number in range(*deal(-(-count // micro), world)[self._cluster.rank]):
-            first = number * micro
-            waiting.append(self._validate(first, min(micro, count - first)))
-            if len(waiting) > self._validation_ahead:
+        try:
+            for number in range(*deal(-(-count // micro), world)[self._cluster.rank]):
+                first = number * micro
+                waiting.append(self._validate(first, min(micro, count - first)))
+                if len(waiting) > self._validation_ahead:
+                    yield self._validated(waiting.popleft(), source)
+            while waiting:
                 yield self._validated(waiting.popleft(), source)
-        while waiting:
-            yield self._validated(waiting.popleft(), source)
+        finally:
+            for pending in waiting:  # of a caller that had enough
+                pending.cancel()
 
     def _validated(self, pending: Pending, source: Source) -> tuple[Tensor, Tensor]:
         images, labels = self._on_device(pending.result())
@@ -224,9 +226,9 @@ class Loader:
         config, cluster = self._config, self._cluster
         if by_processes(source, config, cluster) or (self._decoders and separable(source)):
             if self._decoders is None:
-                slots = self._most_ahead + self._validation_ahead + _IN_USE
+                reading = self._most_ahead + 1 + self._validation_ahead + 1
                 self._decoders = Decoders(
-                    config, self._layout, self.threads, slots, self._pinned, shared_out(source)
+                    config, self._layout, self.threads, reading, self._pinned, shared_out(source)
                 )
                 self._ending.callback(self._decoders.close)
             reader: Reader | DecodersPart = self._decoders.part(part)

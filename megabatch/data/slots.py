@@ -11,31 +11,32 @@ import torch
 
 from megabatch.data.room import Layout, Room
 
+LENT = 4
+"""slots in the hands of whoever asked for their images: trained on, or on their way to a GPU"""
+
 
 class Slots:
-    """So many rooms of one layout, in a file without a name: it goes when the last process does.
+    """Rooms of one layout, in a file without a name: it goes when the last process does.
 
-    A slot that was handed out as a room is free again once no tensor looks at it any more.
-    Untouched slots take no memory. With `pinned` a GPU can fetch from them while the host goes on.
+    There are enough for `reading` micro-batches, and for a few that are lent: a slot that was
+    handed out as a room is free again once no tensor looks at it any more. Untouched slots take no
+    memory. With `pinned` a GPU can fetch from them while the host goes on.
     """
 
-    def __init__(self, layout: Layout, count: int, pinned: bool) -> None:
-        self._layout, self._count, self._pinned = layout, count, pinned
+    def __init__(self, layout: Layout, reading: int, pinned: bool) -> None:
+        self._layout, self._pinned = layout, pinned
+        count = reading + LENT
         self.nbytes = -(-layout.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.file = os.memfd_create("megabatch-slots")
         os.ftruncate(self.file, count * self.nbytes)
         self._memory = map_slots(self.file)
         self._free = list(range(count))
+        self._lent: set[int] = set()
         self._registered: set[int] = set()
 
     @property
     def free(self) -> int:
         return len(self._free)
-
-    @property
-    def scarce(self) -> bool:
-        """Whether the next to be taken is the last."""
-        return len(self._free) < 2
 
     def take(self) -> int:
         # The one used last: its memory is there already, and in the caches.
@@ -48,17 +49,19 @@ class Slots:
         return slot
 
     def give_back(self, slot: int) -> None:
+        self._lent.discard(slot)
         self._free.append(slot)
 
     def room(self, slot: int, count: int) -> Room:
         """What was written into a slot; it is given back with the last tensor of the room."""
-        if self.scarce:  # somebody keeps many micro-batches: theirs are copies from now on
+        if len(self._lent) == LENT:  # somebody keeps many: theirs are copies from now on
             copy = torch.from_numpy(self._slice(slot)).clone()
             self.give_back(slot)
             return self._layout.views(copy, count)
         # Tensors hold on to this very array, not to what it is a slice of.
         array = self._slice(slot)
-        weakref.finalize(array, self._free.append, slot).atexit = False
+        self._lent.add(slot)
+        weakref.finalize(array, self.give_back, slot).atexit = False
         return self._layout.views(torch.from_numpy(array), count)
 
     def _slice(self, slot: int) -> numpy.ndarray:
