@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 from megabatch.config import Config, RunFailed, UserError
 from megabatch.data.room import Layout, Room
 from megabatch.data.slots import Slots
-from megabatch.data.work import PIECE
 
 if TYPE_CHECKING:
     from megabatch.data.shared import SharedOut
@@ -38,6 +37,7 @@ REPLY = struct.Struct("<iiddi")
 DONE, MISTAKE, FAILURE = range(3)
 TRAINING, VALIDATION = range(2)
 NO_SLOT = -1
+_LEAST_PIECE, _MOST_PIECE = 16, 64
 _PIPE_BYTES = 1 << 20
 _PATIENCE_SECONDS = 10
 _GLANCE_SECONDS = 1
@@ -116,8 +116,8 @@ class DecodersPart:
         last = first + count
         parts = [(first, last, 0)] if self.shared is None else self.shared.by_epoch(first, last)
         for low, high, epoch in parts:
-            for begin in range(low, high, PIECE):
-                yield begin - first, min(begin + PIECE, high) - first, epoch
+            for begin in range(low, high, self._decoders.piece):
+                yield begin - first, min(begin + self._decoders.piece, high) - first, epoch
 
 
 class Decoders:
@@ -135,6 +135,8 @@ class Decoders:
         shared: SharedOut | None = None,
     ) -> None:
         self.processes, self._shared = processes, shared
+        # Large pieces cost less each; small ones leave no process idle beside the others.
+        self.piece = min(max(_LEAST_PIECE, layout.count * reading // (4 * processes)), _MOST_PIECE)
         self.slots = Slots(layout, reading, pinned)
         self._held: list[Batch] = []  # until their images were received
         self._batches: dict[int, Batch] = {}
