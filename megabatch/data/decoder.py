@@ -6,6 +6,7 @@ dies is reported by the first, which does nothing but wait for the others.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -54,6 +55,10 @@ def main(task: dict) -> None:
         reply(replies, NO_SLOT, FAILURE, f"a decoding process failed: {traceback.format_exc()}")
         return
     os.nice(_NICE)
+    # What is there now stays: a collector that walks over it, in each process, would only cost
+    # time and copies of its pages.
+    gc.collect()
+    gc.freeze()
     for _ in range(task["processes"]):
         if os.fork() == 0:
             serve(works, received, layout, slots, requests, replies)
