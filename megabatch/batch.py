@@ -129,12 +129,17 @@ def step_at(
 
 
 def steps(
-    stages: Sequence[Stage], images: int, epochs: float, index: int = 0, seen: int = 0
+    stages: Sequence[Stage],
+    images: int,
+    epochs: float,
+    index: int = 0,
+    seen: int = 0,
+    batch: int | None = None,
 ) -> Iterator[Step]:
-    """The steps of a run from `seen` on: whole batches until every image was seen `epochs`
-    times."""
+    """The steps of a run from `seen` on: whole batches, of their stage or all of another size,
+    until every image was seen `epochs` times."""
     while seen < epochs * images:
-        step = step_at(stages, images, index, seen)
+        step = step_at(stages, images, index, seen, batch)
         yield step
         index, seen = index + 1, seen + step.batch
 

@@ -21,7 +21,8 @@ _SPARE = 1.1
 _IN_THE_WAY = 0.5
 """threads that read for this share of the time hold up the loop, which shares their interpreter"""
 _ON_CORES = 0.5
-"""readers that spent less than this share of their work on a core were waiting for storage"""
+"""readers that spent less than this share of their work on a core, or waiting for one, were waiting
+for storage"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Waits:
     reading: float = 0.0
     """work of the reading threads or processes, all together"""
     on_cores: float | None = None
-    """how much of that they spent on a core and not waiting for storage (None: not measured)"""
+    """how much of that on a core or waiting for one, and not for storage (None: not known)"""
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,12 @@ def test_lighting_has_the_deviations_of_the_principal_components():
     assert (along.mean(0).abs() < 0.003).all()
 
 
+def test_one_mean_for_all_channels_of_a_callers_own_images():
+    images = torch.arange(2 * 3 * 4 * 4, dtype=torch.uint8).view(2, 3, 4, 4)
+    found = normalise(images, (0.5,), (0.25,), torch.float32)
+    assert torch.equal(found, (images.float() - 127.5) / 63.75)
+
+
 def test_finish_without_colour_is_flip_and_normalisation():
     images = torch.randint(0, 256, (5, 3, 4, 4), dtype=torch.uint8)
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)

@@ -207,11 +207,12 @@ def _limit(folder: Path, threads: int, seconds: float) -> float:
     """Bare libjpeg-turbo on so many threads."""
     images = [path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))]
     done = [0] * threads
+    largest = max(_pixels(image) for image in images)
+    rooms = [bytearray(largest) for _ in range(threads)]
     end = time.perf_counter() + seconds
 
     def decode(number: int) -> None:
-        room = bytearray(max(_pixels(image) for image in images))
-        at = number
+        room, at = rooms[number], number
         while time.perf_counter() < end:
             simplejpeg.decode_jpeg(images[at % len(images)], buffer=room, strict=False)
             at += threads

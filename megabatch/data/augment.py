@@ -8,7 +8,9 @@ from 0 to 1.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +27,24 @@ _CACHED = 1 << 17  # numbers: half a megabyte in single precision
 _ORDERS = tuple(itertools.permutations(range(3)))
 
 
+def constant(values: tuple[Any, ...], like: Tensor) -> Tensor:
+    """Numbers beside a tensor. Sent to a GPU once: the host waits for it each time."""
+    return _sent(values, like.dtype, like.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _sent(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
 def augment(images: Tensor, positions: Tensor, data: Data, seed: int) -> Tensor:
     """Flip and shift a batch of uint8 images by their positions' draws; the batch is used up."""
     if data.flip:
         images = _mirror(images, uniform(seed, Purpose.FLIP, positions) < 0.5)
     if data.shift:
-        draws = uniform(seed, Purpose.SHIFT, positions[:, None], positions.new_tensor([[0, 1]]))
+        draws = uniform(
+            seed, Purpose.SHIFT, positions[:, None], torch.arange(2, device=positions.device)[None]
+        )
         by = (draws * (2 * data.shift + 1)).long()
         size_y, size_x = images.shape[2:]
         rows = by[:, :1] + torch.arange(size_y, device=images.device)
@@ -66,8 +80,8 @@ def _jitter(
     draws = uniform(
         seed, Purpose.COLOUR, positions[:, None], torch.arange(4, device=positions.device)[None, :]
     ).to(images.dtype)
-    orders = images.new_tensor(_ORDERS)[(draws[:, 3] * len(_ORDERS)).long()]
-    blends = 1 + (2 * draws[:, :3] - 1) * images.new_tensor(strengths)
+    orders = constant(_ORDERS, images)[(draws[:, 3] * len(_ORDERS)).long()]
+    blends = 1 + (2 * draws[:, :3] - 1) * constant(strengths, images)
     for turn in range(3):
         which = orders[:, turn].long()[:, None]
         keep = blends.gather(1, which)[:, :, None, None]
@@ -88,7 +102,7 @@ def _jitter(
 def _grey(images: Tensor) -> Tensor:
     if images.shape[1] == 1:
         return images
-    return (images * images.new_tensor(_LUMA).view(1, 3, 1, 1)).sum(1, keepdim=True)
+    return (images * constant(_LUMA, images).view(1, 3, 1, 1)).sum(1, keepdim=True)
 
 
 def _lighting(images: Tensor, positions: Tensor, strength: float, seed: int) -> Tensor:
@@ -99,7 +113,7 @@ def _lighting(images: Tensor, positions: Tensor, strength: float, seed: int) -> 
     keys = torch.arange(36, device=positions.device).view(1, 3, 12)
     drawn = uniform(seed, Purpose.LIGHTING, positions[:, None, None], keys)
     normal = (drawn.double().sum(2) - 6).to(images.dtype) * strength
-    components = images.new_tensor(_COMPONENTS) * images.new_tensor(_DEVIATIONS)
+    components = constant(_COMPONENTS, images) * constant(_DEVIATIONS, images)
     shift = (normal[:, None, :] * components[None]).sum(2)
     return shift if images.shape[1] == 3 else shift.mean(1, keepdim=True)
 
@@ -116,8 +130,9 @@ def normalise(
     if images.dtype != torch.uint8:
         return images.to(dtype)
     if images.is_cuda:
-        offset, scale = (images.new_tensor(v, dtype=dtype).view(1, -1, 1, 1) for v in (mean, std))
-        return (images.to(dtype) - offset * 255) / (scale * 255)
+        numbers = images.to(dtype)
+        offset, scale = (constant(v, numbers).view(1, -1, 1, 1) for v in (mean, std))
+        return (numbers - offset * 255) / (scale * 255)
     # Row by row of pixels, in simple steps, a few images at a time that stay in the cache: a third
     # of the time of one operation with mixed types and strides.
     if out is None:
@@ -125,7 +140,9 @@ def normalise(
     count, channels, height, width = images.shape
     rows = images.permute(0, 2, 3, 1).reshape(count, height, width * channels)
     results = out.permute(0, 2, 3, 1).view(rows.shape)
-    offset, scale = (torch.tensor(v, dtype=dtype).mul(255).repeat(width) for v in (mean, std))
+    offset, scale = (
+        torch.tensor(v, dtype=dtype).mul(255).expand(channels).repeat(width) for v in (mean, std)
+    )
     few = max(1, _CACHED // max(1, rows[0].numel())) if count else 1
     for some, result in zip(rows.split(few), results.split(few), strict=True):
         result.copy_(some).sub_(offset).div_(scale)
@@ -148,7 +165,6 @@ def finish(
     images = augment(images, positions, data, seed)
     if any(data.jitter) or data.lighting:
         numbers = colour(images.to(dtype) / 255, positions, data, seed)
-        offset = numbers.new_tensor(mean).view(1, -1, 1, 1)
-        scale = numbers.new_tensor(std).view(1, -1, 1, 1)
+        offset, scale = (constant(v, numbers).view(1, -1, 1, 1) for v in (mean, std))
         return torch.sub(numbers, offset, out=out).div_(scale)
     return normalise(images, mean, std, dtype, out)

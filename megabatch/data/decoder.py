@@ -78,7 +78,7 @@ def serve(
     """Read pieces until nobody asks any more."""
     while message := os.read(requests, REQUEST.size):
         part, slot, first, count, begin, end, *area = REQUEST.unpack(message)
-        began, core = time.perf_counter(), time.process_time()
+        began, core = time.perf_counter(), core_seconds()
         outcome, words = DONE, ""
         try:
             if part == TRAINING and received is not None:
@@ -88,11 +88,21 @@ def serve(
             outcome, words = MISTAKE, str(error)
         except Exception:
             outcome, words = FAILURE, f"a decoding process failed: {traceback.format_exc()}"
-        spent = time.perf_counter() - began, time.process_time() - core
+        spent = time.perf_counter() - began, core_seconds() - core
         try:
             reply(replies, slot, outcome, words, *spent)
         except BrokenPipeError:
             return
+
+
+def core_seconds() -> float:
+    """How long this process has run or waited for a core."""
+    try:
+        with open("/proc/self/schedstat") as file:
+            ran, waited, _ = file.read().split()
+        return (int(ran) + int(waited)) * 1e-9
+    except (OSError, ValueError):
+        return time.process_time()
 
 
 def wait_for_others(replies: int) -> None:
@@ -114,10 +124,10 @@ def reply(
     outcome: int,
     words: str,
     seconds: float = 0.0,
-    core_seconds: float = 0.0,
+    on_cores: float = 0.0,
 ) -> None:
     said = words.encode()[-_MOST_WORDS:] if outcome == FAILURE else words.encode()[:_MOST_WORDS]
-    os.write(replies, REPLY.pack(slot, outcome, seconds, core_seconds, len(said)) + said)
+    os.write(replies, REPLY.pack(slot, outcome, seconds, on_cores, len(said)) + said)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,12 @@ REQUEST = struct.Struct("<iiqiiiqq")
 """part (training or validation), slot, position of the micro-batch, its images, a piece's from and
 to, place and bytes of the area where its images were received (no bytes: nowhere)"""
 REPLY = struct.Struct("<iiddi")
-"""slot, outcome, seconds, seconds of a core, length of the words that follow"""
+"""slot, outcome, seconds, seconds on a core or waiting for one, length of the words that follow"""
 DONE, MISTAKE, FAILURE = range(3)
 TRAINING, VALIDATION = range(2)
 NO_SLOT = -1
 _LEAST_PIECE, _MOST_PIECE = 16, 64
 _PIPE_BYTES = 1 << 20
-_PATIENCE_SECONDS = 10
 _GLANCE_SECONDS = 1
 
 
@@ -87,6 +86,7 @@ class Batch:
         while self.unfinished:
             self._decoders.exchange(wait=True)
         if self.mistake:
+            self._decoders.slots.give_back(self.slot)
             raise UserError(self.mistake)
         return self._decoders.slots.room(self.slot, self._count)
 
@@ -102,7 +102,7 @@ class Batch:
 
 class DecodersPart:
     """What the processes do for training, or for validation. `busy_seconds` is their work so far,
-    all together, of which `core_seconds` were spent on a core and not waiting for storage."""
+    all together, of which `core_seconds` on a core or waiting for one, and not for storage."""
 
     def __init__(self, decoders: Decoders, number: int, shared: SharedOut | None) -> None:
         self._decoders, self.number, self.shared = decoders, number, shared
@@ -134,7 +134,7 @@ class Decoders:
         pinned: bool,
         shared: SharedOut | None = None,
     ) -> None:
-        self.processes, self._shared = processes, shared
+        self._shared = shared
         # Large pieces cost less each; small ones leave no process idle beside the others.
         self.piece = min(max(_LEAST_PIECE, layout.count * reading // (4 * processes)), _MOST_PIECE)
         self.slots = Slots(layout, reading, pinned)
@@ -262,12 +262,10 @@ class Decoders:
         """End the processes; images that were handed out stay valid, except on their way to a
         GPU."""
         os.close(self._requests)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_PATIENCE_SECONDS)
-        if self._process.returncode != 0:  # some hang, or the first is gone and some may be left
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        # All of them at once: what they still read nobody wants.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         os.close(self._replies)
         self.slots.close()
 

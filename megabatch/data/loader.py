@@ -62,7 +62,7 @@ class Loader:
     `waited_seconds` is how long the training loop has waited for images so far (the first
     micro-batch, which nobody could read ahead, does not count), `busy_seconds` how
     long the reading threads or processes have worked, all together, `core_seconds` how much of that
-    on a core.
+    on a core or waiting for one.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class Loader:
         dtype: torch.dtype,
     ) -> None:
         self._config, self._cluster, self._dtype = config, cluster, dtype
-        self._device, self._val = cluster.device, val
+        self._device = cluster.device
+        self._val = val
         self.threads = threads_of(config, cluster)
         self._pinned = self._device.type == "cuda"
         self._side = torch.cuda.Stream(self._device) if self._pinned else None
@@ -99,6 +100,8 @@ class Loader:
             placed = place(train, config, cluster)
             self._ending.callback(placed.close)
             self._begin, self._source = placed.begin, placed.source
+            if self._side is not None:  # what was put on the device is read on the side stream
+                self._side.wait_stream(torch.cuda.current_stream(self._device))
             self._submit = self._submit_to(placed.source, TRAINING)
 
     @property
@@ -115,8 +118,9 @@ class Loader:
         return self._reader.busy_seconds if self._reader else 0.0
 
     @property
-    def core_seconds(self) -> float:
-        return self._reader.core_seconds if self._reader else 0.0
+    def core_seconds(self) -> float | None:
+        """None for threads: their waits for storage and for the interpreter look alike."""
+        return self._reader.core_seconds if isinstance(self._reader, DecodersPart) else None
 
     # --- training
 
@@ -132,11 +136,11 @@ class Loader:
         for turn, micro in enumerate(wanted[:mine]):
             following = wanted[turn + 1 : turn + 1 + self._ahead]
             self._read_ahead([micro, *following])
-            now = self._prepared.pop(micro, None) or self._prepare(micro)
-            # On a GPU the next one is copied and augmented beside the present one's work.
-            if self._side is not None and following and self._reading[following[0]].done():
-                self._prepared[following[0]] = self._prepare(following[0])
-            yield self._handed_over(now)
+            prepared = self._prepared.pop(micro, None)
+            now = self._handed_over(prepared or self._prepare(micro))
+            if self._side is not None and following:
+                self._prepare_if_there(following[0])
+            yield now
 
     def _dealt(self, step: Step) -> range:
         """This worker's micro-batches of a step, as places in the stream."""
@@ -147,8 +151,11 @@ class Loader:
     def _coming(self, step: Step) -> Iterator[int]:
         """All micro-batches of this worker from a step on, to the end of the run."""
         config = self._config
-        run = steps(config.all_stages, len(self._source), config.epochs, step.index, step.seen)
-        # A step may be asked for that the plan has not (a batch that follows the noise, say).
+        batch = step.batch if config.noise.follow else None
+        run = steps(
+            config.all_stages, len(self._source), config.epochs, step.index, step.seen, batch
+        )
+        # A step may be asked for that the plan has not.
         later = (s for s in run if s.seen >= step.seen + step.batch)
         return itertools.chain.from_iterable(self._dealt(s) for s in itertools.chain([step], later))
 
@@ -158,26 +165,35 @@ class Loader:
             if micro not in self._reading and micro not in self._prepared:
                 self._reading[micro] = self._submit(micro * micro_size, micro_size)
 
+    def _prepare_if_there(self, micro: int) -> None:
+        """On a GPU the next one is copied and augmented beside the present one's work."""
+        if micro not in self._prepared and self._reading[micro].done():
+            self._prepared[micro] = self._prepare(micro)
+
     def _prepare(self, micro: int) -> MicroBatch:
         """Wait for a micro-batch; on the device: augmentation, and numbers instead of bytes."""
         first, count = micro * self._config.micro, self._config.micro
-        pending = self._reading.pop(micro)
-        began = time.perf_counter()
-        room = pending.result()
-        waited = time.perf_counter() - began
         data, source = self._config.data, self._source
-        if self._begun and not source.instant:  # what the loop does itself is no waiting
-            self.waited_seconds += waited
-            if waited > _NOTICED_SECONDS:
-                self._ahead = min(self._ahead + 1, self._most_ahead)
-        self._begun = True
+        # All of it on the side stream: a resident source launches its kernels here.
         with torch.cuda.stream(self._side):
+            room = self._waited_for(self._reading.pop(micro))
             positions = torch.arange(first, first + count, device=self._device)
             images, labels = self._on_device(room)
             images = finish(
                 images, positions, data, self._config.seed, source.mean, source.std, self._dtype
             )
         return MicroBatch(images, labels, positions, first)
+
+    def _waited_for(self, pending: Pending) -> Room:
+        began = time.perf_counter()
+        room = pending.result()
+        waited = time.perf_counter() - began
+        if self._begun and not self._source.instant:  # what the loop does itself is no waiting
+            self.waited_seconds += waited
+            if waited > _NOTICED_SECONDS:
+                self._ahead = min(self._ahead + 1, self._most_ahead)
+        self._begun = True
+        return room
 
     def _handed_over(self, batch: MicroBatch) -> MicroBatch:
         """From the side stream to the one that trains."""
@@ -198,9 +214,10 @@ class Loader:
         """This worker's part of the validation images: over all workers each image exactly once."""
         assert self._val is not None
         micro, world = self._config.micro, self._cluster.world
-        source = place_validation(self._val, self._config, self._cluster)
         if self._validate is None:
-            self._validate = self._submit_to(source, VALIDATION)
+            self._val = place_validation(self._val, self._config, self._cluster)
+            self._validate = self._submit_to(self._val, VALIDATION)
+        source = self._val
         count = len(source)
         waiting: deque[Pending] = deque()
         try:
@@ -250,11 +267,15 @@ class Loader:
             # The host's memory may be used again when the copy is done, not when it is ordered.
             self._copied.append((copied, room))
             while len(self._copied) > _COPIES or (self._copied and self._copied[0][0].query()):
-                self._copied.popleft()[0].synchronize()
+                self._copied[0][0].synchronize()
+                self._copied.popleft()
             room = self._layout.views(memory, len(labels))
-            images, labels, shapes = room.images, room.labels, room.shapes
+            # Labels of their own: they would keep all the bytes beside them.
+            images, labels, shapes = room.images, room.labels.clone(), room.shapes
         elif self._side is not None:
             labels = labels if labels.is_cuda else labels.pin_memory()
+            if images.is_cuda:  # of another stream's making
+                images.record_stream(torch.cuda.current_stream(self._device))
             images, labels = (t.to(self._device, non_blocking=True) for t in (images, labels))
         if shapes is not None:
             from megabatch.kernels.resize import resize_crops

@@ -34,6 +34,21 @@ class OnGpu:
     def __len__(self) -> int:
         return len(self._source)
 
+    def prove(self) -> None:
+        """Decode one image, or say in words that it cannot be done."""
+        stored = self._source.records.record(int(self._source.chosen[0]))
+        if isinstance(stored, numpy.ndarray) or not is_jpeg(stored):
+            return
+        file = torch.frombuffer(bytearray(stored), dtype=torch.uint8)
+        try:
+            self._decode([file], self.data.channels, self._device)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"data.decode is gpu, but nvJPEG does not decode here ({reason}): "
+                f"use --data.decode cpu"
+            ) from error
+
     def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
         records = self._source.records
         numbers = self._source.chosen[indices].tolist()
@@ -48,6 +63,8 @@ class OnGpu:
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             try:
                 decoded = self._decode(files, self.data.channels, self._device)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError:  # a JPEG of a kind that nvJPEG does not know
                 return self._source.read(indices, draws)
             height, width = sizes.max(0).tolist()

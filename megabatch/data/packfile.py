@@ -74,7 +74,7 @@ class Pack:
         self._bytes = memoryview(self._map)
         try:
             self._open()
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, PackError):
                 raise
             raise self._damaged(f"its description is wrong ({error!r})") from None

@@ -39,7 +39,8 @@ def place(source: Source, config: Config, cluster: Cluster) -> Placed:
         for name in ("resident", "shared"):
             if getattr(config.data, name) == "always":
                 raise UserError(f"data.{name} is for packs: make one with megabatch pack")
-        return Placed(source)
+        decoded = isinstance(source, Decoded)
+        return Placed(_decoded_where(source, config, cluster) if decoded else source)
     resident = _resident(source, config, cluster)
     if resident is not None:
         return Placed(resident)
@@ -66,7 +67,9 @@ def _decoded_where(source: Source, config: Config, cluster: Cluster) -> Source:
         return source
     if wish == "auto" and not faster(source, device, threads_of(config, cluster)):
         return source
-    return OnGpu(source, device)
+    there = OnGpu(source, device)
+    there.prove()
+    return there
 
 
 def threads_of(config: Config, cluster: Cluster) -> int:
@@ -117,7 +120,10 @@ def _resident(source: Source, config: Config, cluster: Cluster) -> Source | None
             "data.resident is always, but the images are no pack of one size: "
             "pack them with --raw --size N"
         )
-    if wish == "never" or (wish == "auto" and not fits(source, cluster.device)):
+    if wish == "never":
+        return None
+    # The free memory of the moment has no say in a run whose bits must not depend on it.
+    if wish == "auto" and (config.deterministic or not fits(source, cluster.device)):
         return None
     if source.resident is None:  # decoded once, also for every later evaluation
         source.resident = Resident(source, cluster.device, threads_of(config, cluster))

@@ -46,8 +46,7 @@ class _Pending:
 
 
 class Reader:
-    """Threads that read a source. `busy_seconds` is their work so far, all together, of which
-    `core_seconds` were spent on a core."""
+    """Threads that read a source. `busy_seconds` is their work so far, all together."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class Reader:
         self._work = Work(source, config, layout, training) if isinstance(source, Fills) else None
         self._pool = ThreadPoolExecutor(threads, "reader")
         self._lock = threading.Lock()
-        self.busy_seconds = self.core_seconds = 0.0
+        self.busy_seconds = 0.0
 
     def submit(self, first: int, count: int) -> Pending:
         """Begin to read the images at `count` positions from `first` on."""
@@ -93,14 +92,12 @@ class Reader:
         return Room(*self._source.read(indices, draws))
 
     def _timed(self, work: Callable[..., T], *arguments: object) -> T:
-        began, core = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         try:
             return work(*arguments)
         finally:
-            spent = time.perf_counter() - began, time.thread_time() - core
             with self._lock:
-                self.busy_seconds += spent[0]
-                self.core_seconds += spent[1]
+                self.busy_seconds += time.perf_counter() - began
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)

@@ -43,9 +43,9 @@ class Slots:
         slot = self._free.pop()
         if self._pinned and slot not in self._registered:
             address = self._slice(slot).ctypes.data
-            error = torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)
-            torch.cuda.check_error(int(error))
-            self._registered.add(slot)
+            # Refused (there are limits to pinned memory) it is copied from all the same, slower.
+            if int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)) == 0:
+                self._registered.add(slot)
         return slot
 
     def give_back(self, slot: int) -> None:

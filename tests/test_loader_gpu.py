@@ -1,0 +1,91 @@
+"""The loader on a GPU: the images of the host, also when the device lags far behind."""
+
+import contextlib
+from dataclasses import replace
+
+import pictures
+import pytest
+import torch
+
+from megabatch.batch import Step
+from megabatch.cluster import Cluster
+from megabatch.config import Config, Data
+from megabatch.data.encode import Encoding
+from megabatch.data.loader import Loader
+from megabatch.data.origins import open_origin
+from megabatch.data.packing import pack
+from megabatch.data.source import open_sources
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+PHOTOS = Data(size=32, channels=3, crop_area=(0.2, 1.0), flip=True, threads=2, decode="cpu")
+CONFIG = Config(batch=80, micro=40, span=40, epochs=9, data=PHOTOS)
+WAYS = {
+    "processes": ("jpeg", {"processes": "always", "resident": "never"}),
+    "threads": ("jpeg", {"processes": "never", "resident": "never"}),
+    "raw": ("raw", {"processes": "always", "resident": "never"}),
+    "resident": ("raw", {"resident": "always"}),
+    "nvjpeg": ("jpeg", {"decode": "gpu", "resident": "never"}),
+}
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    where = tmp_path_factory.mktemp("packs")
+    root = pictures.folder(where / "set", each=30, val=15, size=(70, 90))
+    pack(open_origin(root), "set", where / "jpeg.arrow", Encoding())
+    pack(open_origin(root), "set", where / "raw.arrow", Encoding("raw", 48))
+    return where
+
+
+def cluster(kind):
+    return Cluster(0, 1, 0, 1, torch.device(kind), (1, 1))
+
+
+def read(config, kind, batches, lag=0):
+    """What a loop gets that is `lag` cycles of the device behind at each micro-batch, and of
+    validation after each step."""
+    train, val = open_sources(config)
+    found, valid, seen = [], [], 0
+    with contextlib.closing(Loader(train, val, config, cluster(kind), torch.float32)) as loader:
+        for index, batch in enumerate(batches):
+            for micro in loader.share(Step(index, seen, batch, 0.0, 0)):
+                if lag:
+                    torch.cuda._sleep(lag)
+                # Work of the training stream, long after the loader went on.
+                found.append((micro.first, micro.images * 1, micro.labels * 1))
+            valid += [(images * 1, labels * 1) for images, labels in loader.validation()]
+            seen += batch
+    if kind == "cuda":
+        torch.cuda.synchronize()
+    return found, valid
+
+
+def steps_apart(one, other):
+    return ((one.cpu() - other.cpu()).abs() * 0.225 * 255).max().item()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_device_that_lags_behind_still_gets_the_hosts_images(packs, way):
+    name, settings = WAYS[way]
+    config = replace(CONFIG, data=replace(PHOTOS, path=str(packs / f"{name}.arrow"), **settings))
+    plain = replace(config, data=replace(config.data, decode="cpu", resident="never"))
+    batches = [80, 160, 40, 120, 80, 40, 200]  # also steps that nobody foresaw
+    found, valid = read(config, "cuda", batches, lag=20_000_000)
+    expected, valid_expected = read(plain, "cpu", batches)
+    allowed = 40 if way == "nvjpeg" else 1.1
+    assert [row[0] for row in found] == [row[0] for row in expected]
+    for (_, images, labels), (_, right, right_labels) in zip(found, expected, strict=True):
+        assert torch.equal(labels.cpu(), right_labels)
+        assert steps_apart(images, right) < allowed
+    for (images, labels), (right, right_labels) in zip(valid, valid_expected, strict=True):
+        assert torch.equal(labels.cpu(), right_labels)
+        assert steps_apart(images, right) < 1.1
+
+
+def test_two_runs_give_the_same_bits(packs):
+    data = replace(PHOTOS, path=str(packs / "jpeg.arrow"), processes="always", resident="never")
+    config = replace(CONFIG, data=data)
+    one, other = (read(config, "cuda", [80, 80, 80], lag)[0] for lag in (0, 10_000_000))
+    for (_, images, labels), (_, again, labels_again) in zip(one, other, strict=True):
+        assert torch.equal(images, again) and torch.equal(labels, labels_again)
