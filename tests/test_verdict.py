@@ -19,7 +19,7 @@ FACTS = Facts(threads=4, cores=8, size=224)
 
 
 class Delayed(Memory):
-    """Images that take a while; a lock makes storage of it: one reader at a time."""
+    """Images that take a while."""
 
     instant = False
 

@@ -27,7 +27,8 @@ _MOST_PIXELS = 100_000_000
 _HARMLESS = "extraneous bytes before marker"
 
 
-# Rows of a JPEG are decoded in runs of 8 or 16, and those of colour may look at the pair below.
+# Rows of a JPEG are decoded in runs of 8 or 16 (rarely 32, which look at no others), and those of
+# colour may look at the pair below.
 _ROWS, _ROWS_BELOW = 16, 2
 
 

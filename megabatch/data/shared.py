@@ -1,9 +1,9 @@
 """A pack shared out over the memory of all workers: each holds a part, and before an epoch receives
 exactly the images it will be dealt.
 
-Storage is read once in the whole run. Who is dealt which image is arithmetic that every worker can
-do for itself, so an exchange is two collective calls: who wants what, and the bytes. They arrive in
-memory that decoding processes can be pointed to.
+Storage is read once, but for validation and steps that nobody could foresee. Who is dealt which
+image is arithmetic that every worker can do for itself, so an exchange is two collective calls: who
+wants what, and the bytes. They arrive in memory that decoding processes can be pointed to.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100, binary and Python version, as archives or unpacked.
 
-The Python version is pickled. It is read by an unpickler that knows three inert stand-ins for
+The Python version is pickled. It is read by an unpickler that knows four inert stand-ins for
 numpy's names and refuses every other, so nothing in the file is ever executed.
 """
 
