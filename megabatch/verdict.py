@@ -99,6 +99,8 @@ def _compute_advice(waits: Waits, facts: Facts) -> str:
 
 def _input_advice(waits: Waits, facts: Facts) -> str:
     ways: list[str] = []
+    if facts.readers == "gpu":
+        return "decode on the host's cores (--data.decode cpu)"
     packed_size = round(facts.size * 8 / 7)
     stored_slowly = waits.on_cores is not None and waits.on_cores < _ON_CORES * waits.reading
     if facts.packed and stored_slowly:

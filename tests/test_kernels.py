@@ -8,7 +8,10 @@ from pictures import pixels
 from megabatch.config import Data
 from megabatch.data.crop import bring_to_size, crop_draws, crop_on_device, random_boxes
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 def shapes():

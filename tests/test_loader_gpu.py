@@ -16,7 +16,10 @@ from megabatch.data.origins import open_origin
 from megabatch.data.packing import pack
 from megabatch.data.source import open_sources
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 PHOTOS = Data(size=32, channels=3, crop_area=(0.2, 1.0), flip=True, threads=2, decode="cpu")
 CONFIG = Config(batch=80, micro=40, span=40, epochs=9, data=PHOTOS)

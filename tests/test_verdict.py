@@ -133,6 +133,8 @@ def test_decoding_that_is_in_the_way_of_computing_is_named():
         facts = replace(FACTS, readers=readers)
         assert str(verdict(waits, facts)).startswith("compute-bound 99 %: part of it is decoding")
         assert str(verdict(waits, facts)).endswith(f"try {way}")
+        waiting = replace(waits, input=20)
+        assert ("--data.decode cpu" in str(verdict(waiting, facts))) == (readers == "gpu")
         idle = replace(waits, reading=2)
         assert str(verdict(idle, facts)).endswith(": nothing to wait for")
     assert str(verdict(waits, FACTS)).endswith(": nothing to wait for")
