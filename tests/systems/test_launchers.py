@@ -205,7 +205,8 @@ def test_a_run_that_is_told_to_stop_leaves_a_checkpoint(how, slurm, environ, alo
     assert summary(done)["weights_sha256"] == alone(LONG)
 
 
-@pytest.mark.parametrize(("mpi", "status"), [("mpirun.openmpi", 1), ("mpiexec.hydra", 3)])
+# Hydra, itself being ended, now and then does not wait for its workers' status of 3.
+@pytest.mark.parametrize(("mpi", "status"), [("mpirun.openmpi", {1}), ("mpiexec.hydra", {3, 0})])
 def test_mpi_that_is_told_to_stop_leaves_a_checkpoint(mpi, status, environ, tmp_path):
     out = tmp_path / "run"
     # Open MPI waits so many seconds before SIGTERM and again after it; its status is its own.
@@ -214,7 +215,7 @@ def test_mpi_that_is_told_to_stop_leaves_a_checkpoint(mpi, status, environ, tmp_
     with subprocess.Popen(line, env=environ | where, stdout=subprocess.DEVNULL) as launched:
         await_first_step(out)
         launched.terminate()
-        assert launched.wait(timeout=WAIT_SECONDS) == status
+        assert launched.wait(timeout=WAIT_SECONDS) in status
     assert json.loads((out / "summary.json").read_text())["ended"] == "stopped"
     assert list((out / "checkpoints").iterdir())
 
