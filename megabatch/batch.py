@@ -10,6 +10,7 @@ they are, and whoever finishes the sum needs only the largest of them. (Batch-si
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,17 @@ def deal(count: int, workers: int) -> list[Node]:
         return list(itertools.pairwise(ends))
 
     return cut(0, count, workers)
+
+
+def dealt(step: Step, micro: int, worker: int, workers: int) -> range:
+    """A worker's micro-batches of a step, as places in the endless stream of them."""
+    first, count = step.seen // micro, step.batch // micro
+    begin, end = _dealt_once(count, workers)[worker]
+    return range(first + begin, first + end)
+
+
+# A run has many steps and few batches.
+_dealt_once = functools.lru_cache(maxsize=16)(deal)
 
 
 def largest_nodes(count: int, interval: Node) -> list[Node]:

@@ -6,6 +6,10 @@ import io
 import numpy
 from PIL import Image
 
+from megabatch.data.encode import Encoding
+from megabatch.data.origins import open_origin
+from megabatch.data.packing import pack
+
 
 def pixels(seed, height, width):
     """A smooth coloured picture: JPEG keeps it well, and no two seeds are alike."""
@@ -22,6 +26,15 @@ def encoded(seed=0, height=48, width=64, kind="JPEG", mode="RGB", **options):
     out = io.BytesIO()
     image.save(out, kind, **({"quality": 90} if kind == "JPEG" else {}), **options)
     return out.getvalue()
+
+
+def packed(where, each, val, size, raw):
+    """The same images as a folder (set), a JPEG pack (jpeg.arrow) and pixels of a square
+    (raw.arrow)."""
+    origin = open_origin(folder(where / "set", each=each, val=val, size=size))
+    pack(origin, "set", where / "jpeg.arrow", Encoding())
+    pack(origin, "set", where / "raw.arrow", Encoding("raw", raw))
+    return where
 
 
 def folder(root, classes=("ant", "bee", "cat"), each=5, val=2, size=(48, 64)):

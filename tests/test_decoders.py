@@ -26,11 +26,8 @@ from megabatch.config import Config, Data, RunFailed, UserError
 from megabatch.data.crop import crop_draws
 from megabatch.data.decode import Scratch, head_of, pixels, region
 from megabatch.data.decoders import TRAINING, Decoders
-from megabatch.data.encode import Encoding
 from megabatch.data.loader import Loader
-from megabatch.data.origins import open_origin
 from megabatch.data.packfile import Pack
-from megabatch.data.packing import pack
 from megabatch.data.room import Layout
 from megabatch.data.slots import Slots
 from megabatch.data.source import open_sources
@@ -42,11 +39,7 @@ ALONE = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    where = tmp_path_factory.mktemp("packs")
-    root = pictures.folder(where / "set", each=30, val=15, size=(70, 90))
-    pack(open_origin(root), "set", where / "jpeg.arrow", Encoding())
-    pack(open_origin(root), "set", where / "raw.arrow", Encoding("raw", 20))
-    return where
+    return pictures.packed(tmp_path_factory.mktemp("packs"), each=30, val=15, size=(70, 90), raw=20)
 
 
 @contextlib.contextmanager

@@ -116,12 +116,7 @@ def test_a_batch_that_nobody_foresaw_is_read_all_the_same():
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    """The same images as a folder, a JPEG pack and a raw one."""
-    where = tmp_path_factory.mktemp("packs")
-    root = pictures.folder(where / "set", each=9, val=3, size=(30, 40))
-    pack(open_origin(root), "set", where / "jpeg.arrow", Encoding())
-    pack(open_origin(root), "set", where / "raw.arrow", Encoding("raw", 20))
-    return where
+    return pictures.packed(tmp_path_factory.mktemp("packs"), each=9, val=3, size=(30, 40), raw=20)
 
 
 def read(path, world=1, at=(0, 0), **data):

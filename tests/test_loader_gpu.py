@@ -10,10 +10,7 @@ import torch
 from megabatch.batch import Step
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
-from megabatch.data.encode import Encoding
 from megabatch.data.loader import Loader
-from megabatch.data.origins import open_origin
-from megabatch.data.packing import pack
 from megabatch.data.source import open_sources
 
 pytestmark = [
@@ -34,11 +31,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    where = tmp_path_factory.mktemp("packs")
-    root = pictures.folder(where / "set", each=30, val=15, size=(70, 90))
-    pack(open_origin(root), "set", where / "jpeg.arrow", Encoding())
-    pack(open_origin(root), "set", where / "raw.arrow", Encoding("raw", 48))
-    return where
+    return pictures.packed(tmp_path_factory.mktemp("packs"), each=30, val=15, size=(70, 90), raw=48)
 
 
 def cluster(kind):

@@ -20,11 +20,8 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config, Data, UserError
 from megabatch.data import shared
 from megabatch.data.decoders import TRAINING, VALIDATION, Decoders
-from megabatch.data.encode import Encoding
 from megabatch.data.loader import Loader
-from megabatch.data.origins import open_origin
 from megabatch.data.packfile import Pack
-from megabatch.data.packing import pack
 from megabatch.data.received import Areas, FromArea
 from megabatch.data.room import Layout
 from megabatch.data.source import open_sources
@@ -38,11 +35,9 @@ ALONE = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    where = tmp_path_factory.mktemp("packs")
-    root = pictures.folder(where / "set", each=IMAGES // 3, val=3, size=(30, 40))
-    pack(open_origin(root), "set", where / "jpeg.arrow", Encoding())
-    pack(open_origin(root), "set", where / "raw.arrow", Encoding("raw", 20))
-    return where
+    return pictures.packed(
+        tmp_path_factory.mktemp("packs"), each=IMAGES // 3, val=3, size=(30, 40), raw=20
+    )
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from megabatch.cli import DONE
 from megabatch.config import UserError
 from megabatch.optim import LARS, parameter_groups
 from megabatch.planner.machine import update
-from megabatch.planner.workload import Layer, Workload
+from megabatch.planner.workload import Layer, Workload, made_for
 from megabatch.verbs.parsing import parse
 
 _BEFORE_CAPTURE = 5
@@ -60,7 +60,7 @@ class StepFlags:
 
 def run(arguments: list[str]) -> int:
     flags = parse(StepFlags, "bench step", arguments)
-    channels, classes, usual = _shape(flags.model)
+    usual, channels, classes = made_for(flags.model)
     size = flags.size or usual
     try:
         net = models.build(flags.model, classes, channels, size)
@@ -92,13 +92,6 @@ def run(arguments: list[str]) -> int:
     if flags.json:
         print(json.dumps({"rows": rows, "out": flags.out}), flush=True)
     return DONE
-
-
-def _shape(model: str) -> tuple[int, int, int]:
-    """Channels, classes and image size that a bundled model was made for."""
-    if model.startswith("small"):
-        return (1, 10, 8) if model == "small" else (3, 10, 32)
-    return 3, 1000, 227 if model.startswith("alexnet") else 224
 
 
 def _step(net: nn.Module, images: Tensor, labels: Tensor, flags: StepFlags) -> Callable[[], None]:

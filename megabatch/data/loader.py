@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megabatch.batch import Step, deal, steps
+from megabatch.batch import Step, deal, dealt, steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.augment import finish, normalise
@@ -60,9 +60,9 @@ class Loader:
     """Images of one worker on its device: of training, augmented, and of validation.
 
     `waited_seconds` is how long the training loop has waited for images so far (the first
-    micro-batch, which nobody could read ahead, does not count), `busy_seconds` how
-    long the reading threads or processes have worked, all together, `core_seconds` how much of that
-    on a core or waiting for one.
+    micro-batch, which nobody could read ahead, does not count), `busy_seconds` how long the reading
+    threads or processes have worked, all together, `core_seconds` how much of that on a core or
+    waiting for one.
     """
 
     def __init__(
@@ -144,9 +144,7 @@ class Loader:
 
     def _dealt(self, step: Step) -> range:
         """This worker's micro-batches of a step, as places in the stream."""
-        first, count = step.seen // self._config.micro, step.batch // self._config.micro
-        begin, end = deal(count, self._cluster.world)[self._cluster.rank]
-        return range(first + begin, first + end)
+        return dealt(step, self._config.micro, self._cluster.rank, self._cluster.world)
 
     def _coming(self, step: Step) -> Iterator[int]:
         """All micro-batches of this worker from a step on, to the end of the run."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import warnings
 
 import numpy
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from megabatch.data.decoded import FromPack
 Integers = NDArray[numpy.int64]
 
 # As mmap.madvise, which would hold up other threads meanwhile.
-_madvise = ctypes.CDLL(None).madvise
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
@@ -76,7 +77,9 @@ class _GivenBack(mmap.mmap):
         self._address = numpy.frombuffer(self, numpy.uint8).ctypes.data
 
     def __del__(self) -> None:
-        _madvise(self._address, len(self), mmap.MADV_REMOVE)
+        if _madvise(self._address, len(self), mmap.MADV_REMOVE) != 0:
+            reason = os.strerror(ctypes.get_errno())
+            warnings.warn(f"memory of a past epoch stays taken: {reason}", stacklevel=1)
 
 
 class FromArea:

@@ -8,7 +8,6 @@ wants what, and the bytes. They arrive in memory that decoding processes can be 
 
 from __future__ import annotations
 
-import functools
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.batch import Step, count_steps, deal, steps
+from megabatch.batch import Step, count_steps, dealt, steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.decode import Encoded, Pixels
@@ -118,15 +117,12 @@ class SharedOut:
         """This worker's images of an epoch, from a step on, as places in the set."""
         config, cluster, images = self._config, self._cluster, len(self._chosen)
         begin, end = epoch * images, (epoch + 1) * images
-        # Steps are many and batches few.
-        mine = functools.cache(lambda micros: deal(micros, cluster.world)[cluster.rank])
         ranges = [torch.arange(0)]
         for s in steps(config.all_stages, images, config.epochs, step.index, step.seen):
             if s.seen >= end:
                 break
-            first, last = mine(s.batch // config.micro)
-            low = max(begin, s.seen + first * config.micro)
-            high = min(end, s.seen + last * config.micro)
+            mine = dealt(s, config.micro, cluster.rank, cluster.world)
+            low, high = max(begin, mine.start * config.micro), min(end, mine.stop * config.micro)
             ranges.append(torch.arange(low, max(low, high)))
         return shuffled(config.seed, torch.cat(ranges), images)
 

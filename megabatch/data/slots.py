@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import warnings
 import weakref
 
 import numpy
@@ -43,9 +44,16 @@ class Slots:
         slot = self._free.pop()
         if self._pinned and slot not in self._registered:
             address = self._slice(slot).ctypes.data
-            # Refused (there are limits to pinned memory) it is copied from all the same, slower.
-            if int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0)) == 0:
+            error = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
+            if error == 0:
                 self._registered.add(slot)
+            else:  # there are limits to pinned memory
+                self._pinned = False
+                warnings.warn(
+                    f"memory for images cannot be pinned (CUDA error {error}), so the host waits "
+                    f"while they are copied",
+                    stacklevel=1,
+                )
         return slot
 
     def give_back(self, slot: int) -> None:

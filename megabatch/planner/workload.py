@@ -107,11 +107,16 @@ def bundled(name: str, size: int = 224, channels: int = 3, classes: int = 1000) 
     return Workload(name, tuple(_BUILDERS[name](size, channels, classes)))
 
 
+def made_for(name: str) -> tuple[int, int, int]:
+    """Side and channels of the images that a bundled model was made for, and classes."""
+    if name.startswith("small"):
+        return (8, 1, 10) if name == "small" else (32, 3, 10)
+    return 227 if name.startswith("alexnet") else 224, 3, 1000
+
+
 def usual(name: str) -> Workload:
     """A bundled model on the images it was made for: what a machine's rates are of."""
-    if name.startswith("small"):
-        return bundled(name, *((8, 1, 10) if name == "small" else (32, 3, 10)))
-    return bundled(name, 227 if name.startswith("alexnet") else 224)
+    return bundled(name, *made_for(name))
 
 
 # --- layers by formula -------------------------------------------------------------------------

@@ -22,7 +22,7 @@ _ANNOTATIONS = "val_annotations.txt"
 
 
 class Names:
-    """Many names in little memory: a list of strings would take three times as much."""
+    """Many names in little memory: a string has 57 bytes beside its letters, one here 8."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._bytes, self._ends = bytearray(), array("q", [0])
