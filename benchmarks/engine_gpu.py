@@ -14,7 +14,7 @@ from torch import nn
 
 import megabatch as mb
 from megabatch.cluster import Cluster
-from megabatch.sync import GradientSum
+from megabatch.sync.buckets import GradientSum
 
 
 def step_seconds(step, rounds):

@@ -29,13 +29,14 @@ from megabatch import models
 from megabatch.batch import steps
 from megabatch.bench.rivals import rate_of
 from megabatch.cluster import Cluster
-from megabatch.config import Config, Data, UserError
+from megabatch.config import Config, Data
 from megabatch.data.encode import Encoding
 from megabatch.data.loader import Loader
 from megabatch.data.origins import open_origin
 from megabatch.data.packing import pack
 from megabatch.data.source import open_sources
-from megabatch.verdict import Clock, Facts, verdict
+from megabatch.errors import UserError
+from megabatch.runs.verdict import Clock, Facts, verdict
 
 CORES = len(os.sched_getaffinity(0))
 HOST = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))

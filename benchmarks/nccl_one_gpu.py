@@ -26,10 +26,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from megabatch import models
 from megabatch.cluster import Cluster
-from megabatch.execute import Pipeline
-from megabatch.gradsync import GradSync
 from megabatch.plans import PLANS, through
 from megabatch.plans.phase import Via
+from megabatch.sync.ddp import GradSync
+from megabatch.sync.execute import Pipeline
 
 VIAS = get_args(Via)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

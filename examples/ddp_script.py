@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.cluster import Cluster  # megabatch
-from megabatch.gradsync import GradSync  # megabatch
+from megabatch.cluster import Cluster
+from megabatch.sync.ddp import GradSync
 
 
 def main() -> None:

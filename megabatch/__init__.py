@@ -12,14 +12,15 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "megabatch.config": ["Config", "Data", "LearningRate", "Optimizer", "UserError"],
+    "megabatch.config": ["Config", "Data", "LearningRate", "Optimizer"],
+    "megabatch.errors": ["UserError"],
     "megabatch.batch": ["Stage"],
     "megabatch.schedule": [
         "linear_scaling", "warmup", "constant", "poly", "cosine", "steps", "join",
     ],
     "megabatch.optim": ["LARS", "LAMB", "parameter_groups"],
     "megabatch.cluster": ["Cluster"],
-    "megabatch.gradsync": ["GradSync"],
+    "megabatch.sync.ddp": ["GradSync"],
     "megabatch.planner": ["forecast"],
     "megabatch.training": ["train", "evaluate", "Summary"],
 }  # fmt: skip

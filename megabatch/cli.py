@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from megabatch.cluster import WorkerFailed
-from megabatch.config import RunFailed, UserError, nearest
-
-DONE, FAILED, MISTAKE, STOPPED = 0, 1, 2, 3
+from megabatch.errors import DONE, FAILED, MISTAKE, RunFailed, UserError, nearest
+from megabatch.launch import WorkerFailed
 
 # Each verb is a module of megabatch.verbs with a function run(arguments) -> exit status.
 VERBS = {

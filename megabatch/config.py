@@ -8,35 +8,19 @@ one table. Contradictions are refused in words before anything starts.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import json
 import os
 import types
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megabatch import models, schedule
-from megabatch.batch import Stage, count_steps, deal
+from megabatch.batch import Stage, count_steps
+from megabatch.errors import UserError
 from megabatch.schedule import Schedule, linear_scaling
-
-
-class UserError(ValueError):
-    """A mistake of the user's, in one sentence that names the thing and the way out (exit status
-    2)."""
-
-
-class RunFailed(RuntimeError):
-    """A run that cannot go on, and why, in its own words (exit status 1, no traceback)."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The way out for an unknown name: the nearest known one, or all of them."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+from megabatch.tree import deal
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from megabatch.config import UserError
+from megabatch.errors import UserError
 
 
 def load_initial(net: nn.Module, path: str) -> list[str]:

@@ -17,7 +17,7 @@ from megabatch.finetune import load_initial
 from megabatch.keyed import key_dropout
 from megabatch.optim import LAMB, LARS, parameter_groups
 from megabatch.precision import LossScale, Masters, full_dtype
-from megabatch.sync import GradientSum
+from megabatch.sync.buckets import GradientSum
 
 # The control vector after its reserved entries: loss sum, top-1 count, top-5 count, then batch
 # norm's.

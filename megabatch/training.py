@@ -15,22 +15,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from megabatch import checkpoint
-from megabatch.batch import Step, deal, step_at
+from megabatch.batch import Step, step_at
 from megabatch.batchnorm import move_averages, statistics
 from megabatch.cluster import Cluster
-from megabatch.config import Config, RunFailed, UserError
+from megabatch.config import Config
 from megabatch.data.loader import Loader, MicroBatch
 from megabatch.data.source import Source, open_sources
+from megabatch.errors import RunFailed, UserError
 from megabatch.keyed import Purpose, keyed, set_positions
-from megabatch.metrics import Log, Pending, Told, show_table
 from megabatch.noise import following_batch
 from megabatch.parts import COUNTS, Parts, assemble
 from megabatch.precision import autocast, full_dtype
 from megabatch.process import compute_settings, stop_requests
-from megabatch.runfolder import RunFolder
-from megabatch.summation import TreeSum
-from megabatch.verdict import Clock, Facts
+from megabatch.runs import checkpoint
+from megabatch.runs.folder import RunFolder
+from megabatch.runs.loggers import Log, Pending, Told, show_table
+from megabatch.runs.verdict import Clock, Facts
+from megabatch.sync.summation import TreeSum
+from megabatch.tree import deal
 
 _MOST_SKIPPED = 20
 

@@ -14,7 +14,8 @@ from multiprocessing.connection import Client, Listener, wait
 
 import torch
 
-from megabatch.cluster import Cluster, run_local
+from megabatch.cluster import Cluster
+from megabatch.launch import run_local
 
 
 class RankFailed(AssertionError):

@@ -6,17 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabatch.batch import (
-    Stage,
-    count_steps,
-    deal,
-    folds,
-    halve,
-    largest_nodes,
-    stage_at,
-    steps,
-    tree_sum,
-)
+from megabatch.batch import Stage, count_steps, stage_at, steps
+from megabatch.tree import deal, folds, halve, largest_nodes, tree_sum
 
 counts = st.integers(1, 300)
 worlds = st.integers(1, 40)

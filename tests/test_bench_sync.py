@@ -11,10 +11,10 @@ from ranks import run_ranks
 
 from megabatch.bench import links
 from megabatch.bench.slowest import slowest
-from megabatch.choice import measured
 from megabatch.cli import main
 from megabatch.cluster import Cluster
 from megabatch.planner import load
+from megabatch.sync.choice import measured
 
 
 def walked(cluster, stride, rounds):

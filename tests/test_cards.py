@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megabatch.config import UserError
+from megabatch.errors import UserError
 from megabatch.recipes import digits
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.train import Launch, TrainFlags

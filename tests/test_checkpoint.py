@@ -9,10 +9,10 @@ import torch
 from test_train import CONFIG
 from torch import nn
 
-from megabatch import checkpoint
-from megabatch.cluster import run_local
-from megabatch.config import UserError
+from megabatch.errors import UserError
+from megabatch.launch import run_local
 from megabatch.optim import LARS, parameter_groups
+from megabatch.runs import checkpoint
 from megabatch.training import train
 
 DETERMINISTIC = replace(CONFIG, deterministic=True, save_every=0.25)

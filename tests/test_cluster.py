@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.cluster import Cluster, WorkerFailed, _grid, _place, run_local, under_launcher
-from megabatch.config import UserError
+from megabatch.cluster import Cluster, _grid, _place, under_launcher
+from megabatch.errors import UserError
+from megabatch.launch import WorkerFailed, run_local
 
 BIN = Path(sys.executable).parent
 PATIENCE_SECONDS = 120  # for what takes one or two on a quiet machine

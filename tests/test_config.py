@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import megabatch as mb
 from megabatch.batch import Stage, count_steps
-from megabatch.config import Config, Data, LearningRate, Optimizer, UserError
+from megabatch.config import Config, Data, LearningRate, Optimizer
+from megabatch.errors import UserError
 from megabatch.recipes import RECIPES
 
 PLAIN = Config(batch=64, micro=16, span=8, epochs=10, lr=LearningRate(warmup=2))

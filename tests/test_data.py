@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from megabatch.config import Config, Data, UserError
+from megabatch.config import Config, Data
 from megabatch.data.augment import augment, colour, finish, normalise
 from megabatch.data.crop import (
     CROP_DRAWS,
@@ -25,12 +25,13 @@ from megabatch.data.crop import (
     reduction,
     scale_boxes,
 )
-from megabatch.data.decode import Scratch, head_of, region
 from megabatch.data.decoded import with_channels
 from megabatch.data.encode import Encoding
+from megabatch.data.jpeg import Scratch, head_of, region
 from megabatch.data.origins import open_origin
 from megabatch.data.packing import pack
 from megabatch.data.source import open_sources
+from megabatch.errors import UserError
 
 PHOTOS = Data(size=16, channels=3, crop_area=(0.08, 1.0), flip=True)
 

@@ -22,15 +22,16 @@ from PIL import Image
 
 from megabatch.batch import Step, steps
 from megabatch.cluster import Cluster
-from megabatch.config import Config, Data, RunFailed, UserError
+from megabatch.config import Config, Data
 from megabatch.data.crop import crop_draws
-from megabatch.data.decode import Scratch, head_of, pixels, region
-from megabatch.data.decoders import TRAINING, Decoders
+from megabatch.data.jpeg import Scratch, head_of, pixels, region
 from megabatch.data.loader import Loader
 from megabatch.data.packfile import Pack
+from megabatch.data.pool import TRAINING, Decoders
 from megabatch.data.room import Layout
 from megabatch.data.slots import Slots
 from megabatch.data.source import open_sources
+from megabatch.errors import RunFailed, UserError
 
 PHOTOS = Data(size=12, channels=3, crop_area=(0.2, 1.0), flip=True, threads=2, processes="always")
 CONFIG = Config(batch=40, micro=40, span=40, epochs=2, data=PHOTOS)
@@ -65,7 +66,7 @@ def decoding(monkeypatch):
             with contextlib.suppress(OSError):
                 words = (folder / "cmdline").read_bytes().split(b"\0")
                 mine = mark.encode() in (folder / "environ").read_bytes().split(b"\0")
-                if mine and b"megabatch.data.decoder" in words:
+                if mine and b"megabatch.data.child" in words:
                     found.append(int(folder.name))
         return sorted(found)
 
@@ -381,7 +382,7 @@ def test_what_is_not_trusted_is_decoded_to_its_end():
     data[-400:-300] = bytes(100)
     head = head_of(data)
     assert region(data, head, [0, 0, 50, 20], 3, 1, Scratch(), trusted=True).shape == (20, 50, 3)
-    from megabatch.data.decode import BadImage
+    from megabatch.data.jpeg import BadImage
 
     with pytest.raises(BadImage):
         region(data, head, [0, 0, 50, 20], 3, 1, Scratch(), trusted=False)

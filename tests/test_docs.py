@@ -9,7 +9,7 @@ import pytest
 
 import megabatch as mb
 from megabatch.cli import VERBS
-from megabatch.config import UserError
+from megabatch.errors import UserError
 from megabatch.recipes import RECIPES
 from megabatch.verbs import train as train_verb
 

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from megabatch import plans
-from megabatch.execute import Pipeline, execute, pipeline_of, program
-from megabatch.lanes import Pending
 from megabatch.plans import HIERARCHICAL, PLANS, RING, THREE_PHASE, TORUS, Move, Phase, through
 from megabatch.plans.phase import Axis, Op
-from megabatch.segment import Scratch, Segment
-from megabatch.summation import tree_all_reduce
+from megabatch.sync.execute import Pipeline, execute, pipeline_of, program
+from megabatch.sync.lanes import Pending
+from megabatch.sync.segment import Scratch, Segment
+from megabatch.sync.summation import tree_all_reduce
 
 VIAS = ["backend", "ring", "halving_doubling"]
 EVERY_PLAN = [THREE_PHASE, *(through(plan, via) for plan in PLANS.values() for via in VIAS)]

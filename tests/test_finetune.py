@@ -9,7 +9,7 @@ from test_train import CONFIG
 from torch import nn
 
 from megabatch import models
-from megabatch.config import UserError
+from megabatch.errors import UserError
 from megabatch.finetune import load_initial
 from megabatch.training import train
 

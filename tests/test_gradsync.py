@@ -15,10 +15,10 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.choice import Choice, choose, fastest, named
-from megabatch.config import UserError
-from megabatch.gradsync import GradSync
+from megabatch.errors import UserError
 from megabatch.plans import HIERARCHICAL, PLANS, RING, THREE_PHASE, TORUS, through
+from megabatch.sync.choice import Choice, choose, fastest, named
+from megabatch.sync.ddp import GradSync
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ddp_script.py"
 

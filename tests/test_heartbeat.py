@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.cluster import Cluster
-from megabatch.gradsync import GradSync
-from megabatch.heartbeat import Disagreement, Place, compare
-from megabatch.segment import Segment
+from megabatch.sync.ddp import GradSync
+from megabatch.sync.heartbeat import Disagreement, Place, compare
+from megabatch.sync.segment import Segment
 
 SILENT, LATE, WORLD, STEPS = 1.6, 6.0, 3, 4
 
@@ -64,7 +64,7 @@ def worker(rank, store, pipe, fault):
 def told(tmp_path, fault):
     """What the ranks that are left say before they end."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "megabatch.gradsync"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "megabatch.sync.ddp"])
     store = str(tmp_path / "store")
     processes, pipes = [], []
     for rank in range(WORLD):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megabatch.batch import Stage, Step, steps
 from megabatch.cli import main
 from megabatch.cluster import Cluster
-from megabatch.config import Config, Data, UserError
+from megabatch.config import Config, Data
 from megabatch.data.encode import Encoding
 from megabatch.data.loader import Loader
 from megabatch.data.origins import open_origin
@@ -20,6 +20,7 @@ from megabatch.data.packfile import Pack
 from megabatch.data.packing import pack
 from megabatch.data.source import Memory, open_sources
 from megabatch.data.stage import staged
+from megabatch.errors import UserError
 
 PHOTOS = Data(size=12, channels=3, crop_area=(0.2, 1.0), flip=True, threads=2)
 CONFIG = Config(batch=8, micro=4, span=4, epochs=5, data=PHOTOS)

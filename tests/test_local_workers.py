@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megabatch.cluster import Cluster, WorkerFailed, run_local
-from megabatch.config import UserError
+from megabatch.cluster import Cluster
+from megabatch.errors import UserError
+from megabatch.launch import WorkerFailed, run_local
 
 PATIENCE_SECONDS = 120  # for what takes one or two on a quiet machine
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_train import CONFIG
 
-from megabatch.cluster import run_local
 from megabatch.config import Config, Noise
+from megabatch.launch import run_local
 from megabatch.noise import NoiseScale, following_batch
 from megabatch.training import train
 

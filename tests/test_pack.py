@@ -23,15 +23,15 @@ from PIL import Image
 from pyarrow import parquet
 
 from megabatch.cli import main
-from megabatch.config import UserError
 from megabatch.data import packing, packwriter
-from megabatch.data.decode import pixels as decoded
 from megabatch.data.encode import Encoding
+from megabatch.data.jpeg import pixels as decoded
 from megabatch.data.origins import open_origin
 from megabatch.data.packfile import About, Pack, PackError
 from megabatch.data.packing import pack
 from megabatch.data.packwriter import Index
 from megabatch.data.verify import verify
+from megabatch.errors import UserError
 
 
 def packed(source, out, encoding=Encoding(), **options):  # noqa: B008
@@ -610,7 +610,7 @@ def test_500_mutated_packs_are_refused_or_read_right(tmp_path):
 def test_500_mutated_jpegs_are_refused_or_read_whole(tmp_path):
     """In a folder nothing but the JPEG itself can tell: a picture of the right size or a
     reason."""
-    from megabatch.data.decode import BadImage, head_of
+    from megabatch.data.jpeg import BadImage, head_of
 
     outcomes = {"read": 0, "refused": 0}
     for change in mutations(pictures.encoded(3, 64, 80), 500, seed=6):

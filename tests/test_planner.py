@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from megabatch import models, plans
 from megabatch.batch import Stage, count_steps
 from megabatch.bench.step import describe
-from megabatch.config import UserError
-from megabatch.execute import LANES as ENGINE_LANES
+from megabatch.errors import UserError
 from megabatch.planner import bundled, forecast, load, machine, published, smallest, workload
 from megabatch.planner.bundled import MACHINES
+from megabatch.planner.cost import Line, Price, legs, price
 from megabatch.planner.machine import Machine, Network, Node, Rate, Sending, Spine
-from megabatch.planner.price import Line, Price, legs, price
 from megabatch.planner.run import LANES, PLANNED, Job, Setting, epochs_to_target, stretches
 from megabatch.planner.search import candidates, compare
 from megabatch.planner.step import (
@@ -36,6 +35,7 @@ from megabatch.planner.step import (
     step,
 )
 from megabatch.plans import HIERARCHICAL, RING, TORUS, through
+from megabatch.sync.execute import LANES as ENGINE_LANES
 
 DOCS = Path(__file__).parents[1] / "docs" / "planner.md"
 HALF, FULL = 51_114_064, 102_228_128  # ResNet-50's gradients in fp16 and fp32

@@ -9,9 +9,11 @@ import torch
 from test_train import CONFIG
 from torch import nn
 
-from megabatch.cluster import Cluster, run_local
-from megabatch.config import Config, Optimizer, RunFailed
+from megabatch.cluster import Cluster
+from megabatch.config import Config, Optimizer
+from megabatch.errors import RunFailed
 from megabatch.keyed import shuffled
+from megabatch.launch import run_local
 from megabatch.optim import LARS, parameter_groups
 from megabatch.parts import assemble
 from megabatch.precision import LossScale, Masters

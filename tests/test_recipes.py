@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import megabatch as mb
-from megabatch.config import LearningRate, Optimizer, UserError
+from megabatch.config import LearningRate, Optimizer
+from megabatch.errors import UserError
 from megabatch.recipes import BY_BATCH, RECIPES, named
 from megabatch.recipes.imagenet import IMAGES
 from megabatch.recipes.mlperf import ROWS, mlperf

@@ -17,33 +17,23 @@ MODULES = {
     for path in ROOT.rglob("*.py")
 }
 TORCH_FREE = [
-    "config", "schedule", "batch", "plans", "recipes", "models", "noise", "planner", "cluster",
-    "cli", "verbs.train", "verbs.plan",
+    "errors", "config", "schedule", "batch", "tree", "plans", "recipes", "models", "noise",
+    "planner", "cluster", "launch", "cli", "verbs.train", "verbs.plan",
 ]  # fmt: skip
 
 # Each room may import those before it in this list (and its own); nothing goes up.
 LEVELS = [
-    ["schedule", "batch", "plans", "models", "durable"],
+    ["errors", "durable", "schedule", "tree", "plans", "models"],
+    ["batch"],
     ["config"],
-    ["recipes", "cluster", "keyed", "planner"],
-    [
-        "segment",
-        "lanes",
-        "heartbeat",
-        "verdict",
-        "batchnorm",
-        "optim",
-        "checkpoint",
-        "noise",
-        "kernels",
-    ],
-    ["execute", "choice", "precision", "finetune", "data", "process", "metrics"],
-    ["summation", "senders", "gradsync", "ema"],
-    ["sync"],
+    ["recipes", "cluster", "launch", "keyed", "planner"],
+    ["batchnorm", "optim", "noise", "kernels"],
+    ["precision", "finetune", "data", "process", "sync"],
+    ["ema"],
     ["parts"],
-    ["runfolder"],
+    ["runs"],
     ["training"],
-    ["cli", "bench", "doctor", "verbs"],
+    ["report", "cli", "bench", "doctor", "verbs"],
 ]
 
 

@@ -17,14 +17,15 @@ from ranks import run_ranks
 
 from megabatch.batch import Stage, Step, steps
 from megabatch.cluster import Cluster
-from megabatch.config import Config, Data, UserError
+from megabatch.config import Config, Data
 from megabatch.data import shared
-from megabatch.data.decoders import TRAINING, VALIDATION, Decoders
 from megabatch.data.loader import Loader
 from megabatch.data.packfile import Pack
+from megabatch.data.pool import TRAINING, VALIDATION, Decoders
 from megabatch.data.received import Areas, FromArea
 from megabatch.data.room import Layout
 from megabatch.data.source import open_sources
+from megabatch.errors import UserError
 from megabatch.keyed import shuffled
 
 IMAGES = 27

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch.batch import deal, folds, largest_nodes, tree_sum
-from megabatch.cluster import Cluster, run_local
-from megabatch.summation import TreeSum, tree_all_reduce
-from megabatch.sync import GradientSum, buckets_of
+from megabatch.cluster import Cluster
+from megabatch.launch import run_local
+from megabatch.sync.buckets import GradientSum, buckets_of
+from megabatch.sync.summation import TreeSum, tree_all_reduce
+from megabatch.tree import deal, folds, largest_nodes, tree_sum
 
 WORLDS = (1, 2, 3, 4, 5, 7, 8)
 

@@ -10,10 +10,12 @@ from torch import nn
 
 import megabatch as mb
 from megabatch.batch import Stage
-from megabatch.cluster import Cluster, run_local
-from megabatch.config import Config, Data, LearningRate, Optimizer, UserError
+from megabatch.cluster import Cluster
+from megabatch.config import Config, Data, LearningRate, Optimizer
 from megabatch.data.loader import Loader
 from megabatch.data.source import open_sources
+from megabatch.errors import UserError
+from megabatch.launch import run_local
 from megabatch.parts import prepare
 from megabatch.training import score, train
 

@@ -13,7 +13,7 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.loader import Loader
 from megabatch.data.source import Memory
-from megabatch.verdict import Clock, Facts, Waits, verdict
+from megabatch.runs.verdict import Clock, Facts, Waits, verdict
 
 FACTS = Facts(threads=4, cores=8, size=224)
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megabatch.bench.slowest import slowest
-from megabatch.choice import named
 from megabatch.cluster import Cluster
-from megabatch.execute import execute
+from megabatch.sync.choice import named
+from megabatch.sync.execute import execute
 
 _SMALL, _FIRST, _LARGEST = 4, 64 << 10, 64 << 20  # bytes of a message
 _LONG_ENOUGH = 0.05  # seconds of a step that measures bandwidth: a slow link need not carry more

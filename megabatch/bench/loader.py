@@ -29,15 +29,15 @@ from rich.table import Table
 
 from megabatch.batch import steps
 from megabatch.bench import rivals
-from megabatch.cli import DONE
 from megabatch.cluster import Cluster
-from megabatch.config import Config, Data, UserError
+from megabatch.config import Config, Data
 from megabatch.data.encode import Encoding
 from megabatch.data.loader import Loader
 from megabatch.data.origins import open_origin
 from megabatch.data.packfile import Pack
 from megabatch.data.packing import pack
 from megabatch.data.source import open_sources
+from megabatch.errors import DONE, UserError
 from megabatch.verbs.parsing import parse
 
 _SUFFIXES = (".jpg", ".jpeg")

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from megabatch import models
-from megabatch.cli import DONE
-from megabatch.config import UserError
+from megabatch.errors import DONE, UserError
 from megabatch.optim import LARS, parameter_groups
 from megabatch.planner.machine import update
 from megabatch.planner.workload import Layer, Workload, made_for

@@ -25,13 +25,14 @@ from rich.table import Table
 from megabatch.bench.links import links, sending
 from megabatch.bench.slowest import slowest
 from megabatch.bench.tcp_ring import tcp_ring
-from megabatch.choice import Choice, fastest, named
-from megabatch.cli import DONE
-from megabatch.cluster import Cluster, run_local, under_launcher
-from megabatch.execute import execute
-from megabatch.metrics import environment
+from megabatch.cluster import Cluster, under_launcher
+from megabatch.errors import DONE
+from megabatch.launch import run_local
 from megabatch.planner import machine
 from megabatch.plans import PLANS
+from megabatch.runs.loggers import environment
+from megabatch.sync.choice import Choice, fastest, named
+from megabatch.sync.execute import execute
 from megabatch.verbs.parsing import parse
 
 LIMIT, BACKEND, BEST = "bare TCP ring", "backend", "best plan"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import interpolate
 
-from megabatch.config import Config, Data, UserError
+from megabatch.config import Config, Data
 from megabatch.data.source import Memory
+from megabatch.errors import UserError
 from megabatch.keyed import Purpose, keyed
 
 

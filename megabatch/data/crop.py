@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megabatch.config import Data
-from megabatch.data.decode import Pixels
+from megabatch.data.jpeg import Pixels
 from megabatch.keyed import Purpose, uniform
 
 _TRIES = 10

@@ -13,14 +13,15 @@ import numpy
 import torch
 from torch import Tensor
 
-from megabatch.config import Config, Data, UserError
+from megabatch.config import Config, Data
 from megabatch.data.crop import bring_to_size, choose_boxes, reduction
-from megabatch.data.decode import BadImage, Encoded, Head, Pixels, Scratch, head_of, region
+from megabatch.data.jpeg import BadImage, Encoded, Head, Pixels, Scratch, head_of, region
 from megabatch.data.origins import Origin, open_origin
 from megabatch.data.packfile import Pack, PackError
 from megabatch.data.room import Layout, Room
 from megabatch.data.source import Source, hold_out_order
 from megabatch.data.stage import staged
+from megabatch.errors import UserError
 
 # Of ImageNet; the usual figures for photographs.
 _COLOUR = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -9,7 +9,7 @@ import numpy
 import simplejpeg
 from PIL import Image
 
-from megabatch.data.decode import BadImage, Encoded, Pixels, head_of, pixels
+from megabatch.data.jpeg import BadImage, Encoded, Pixels, head_of, pixels
 
 
 @dataclass(frozen=True)

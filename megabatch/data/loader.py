@@ -18,11 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megabatch.batch import Step, deal, dealt, steps
+from megabatch.batch import Step, dealt, steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.augment import finish, normalise
-from megabatch.data.decoders import TRAINING, VALIDATION, Decoders, DecodersPart
 from megabatch.data.placement import (
     by_processes,
     place,
@@ -31,9 +30,11 @@ from megabatch.data.placement import (
     shared_out,
     threads_of,
 )
-from megabatch.data.reader import Pending, Reader
+from megabatch.data.pool import TRAINING, VALIDATION, Decoders, DecodersPart
 from megabatch.data.room import Layout, Room, form_of
 from megabatch.data.source import Source
+from megabatch.data.threads import Pending, Reader
+from megabatch.tree import deal
 
 _LEAST_AHEAD, _MOST_AHEAD = 2, 64
 _MOST_AHEAD_BYTES = 256 << 20

@@ -10,10 +10,10 @@ import numpy
 import torch
 from torch import Tensor
 
-from megabatch.config import UserError
 from megabatch.data.crop import choose_boxes, crop_draws, crop_on_device
-from megabatch.data.decode import head_of, is_jpeg
 from megabatch.data.decoded import Decoded
+from megabatch.data.jpeg import head_of, is_jpeg
+from megabatch.errors import UserError
 
 _TRIAL = 256
 _MUCH = 2

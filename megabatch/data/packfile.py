@@ -20,7 +20,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from megabatch.config import UserError
+from megabatch.errors import UserError
 
 _FORMAT = 1
 # In front of the metadata: found in the raw bytes of the schema, with its own checksum and length.

@@ -25,14 +25,14 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from megabatch.config import UserError
-from megabatch.data.decode import BadImage
 from megabatch.data.encode import Encoding, Stored, encode
+from megabatch.data.jpeg import BadImage
 from megabatch.data.origins import Origin
 from megabatch.data.packfile import About
 from megabatch.data.packwriter import Index, write
 from megabatch.data.source import hold_out_order
 from megabatch.durable import sync
+from megabatch.errors import UserError
 
 PART = 1024
 _AHEAD = 4  # images in the hands of each thread's queue

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from megabatch.batch import Step
 from megabatch.cluster import Cluster
-from megabatch.config import Config, UserError
+from megabatch.config import Config
 from megabatch.data.source import Fills, Source
+from megabatch.errors import UserError
 
 if TYPE_CHECKING:
     from megabatch.data.shared import SharedOut

@@ -15,8 +15,8 @@ import warnings
 import numpy
 from numpy.typing import NDArray
 
-from megabatch.data.decode import Encoded, Pixels
 from megabatch.data.decoded import FromPack
+from megabatch.data.jpeg import Encoded, Pixels
 
 Integers = NDArray[numpy.int64]
 

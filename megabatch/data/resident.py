@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megabatch.data.crop import choose_boxes, crop_on_device
-from megabatch.data.decode import Pixels, pixels
 from megabatch.data.decoded import Decoded, FromPack, with_channels
+from megabatch.data.jpeg import Pixels, pixels
 from megabatch.data.room import form_of
 
 _SLAB = 4096

@@ -18,8 +18,8 @@ from torch import Tensor
 from megabatch.batch import Step, count_steps, dealt, steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config
-from megabatch.data.decode import Encoded, Pixels
 from megabatch.data.decoded import FromPack
+from megabatch.data.jpeg import Encoded, Pixels
 from megabatch.data.received import Area, Areas, Integers, whole
 from megabatch.keyed import shuffled
 

@@ -12,8 +12,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from megabatch.config import Config, UserError
+from megabatch.config import Config
 from megabatch.data.room import Room
+from megabatch.errors import UserError
 from megabatch.keyed import Purpose, keyed
 
 

@@ -9,8 +9,8 @@ import os
 import shutil
 from pathlib import Path
 
-from megabatch.config import UserError
 from megabatch.data.packfile import Pack, PackError
+from megabatch.errors import UserError
 
 
 def staged(path: Path, folder: Path) -> Path:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy
 
-from megabatch.config import UserError
-from megabatch.data.decode import BadImage, pixels
+from megabatch.data.jpeg import BadImage, pixels
 from megabatch.data.packfile import Pack, PackError
+from megabatch.errors import UserError
 
 _PIECE = 256
 # Arrow may crash on a damaged frame: it is asked in a process of its own.

@@ -127,7 +127,7 @@ def _describe_gpu(index: int) -> dict[str, Any]:
 
 def join_two(device: str) -> None:
     """Two local workers, started and joined as training does it, sum a number."""
-    from megabatch.cluster import run_local
+    from megabatch.launch import run_local
 
     total = run_local(2, _sum_over_workers, device)
     assert total == 3.0, f"1 + 2 came out as {total}"

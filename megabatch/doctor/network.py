@@ -8,10 +8,10 @@ import socket
 from collections.abc import Mapping
 
 from megabatch.cluster import _LAUNCHERS, _launcher, _place
-from megabatch.config import UserError
 from megabatch.doctor import child
 from megabatch.doctor.child import Failed, ask
 from megabatch.doctor.finding import Finding
+from megabatch.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 NAME_SECONDS = 15

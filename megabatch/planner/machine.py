@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megabatch.config import UserError, nearest
+from megabatch.errors import UserError, nearest
 from megabatch.planner.workload import usual
 
 FORMAT = "megabatch-machine-1"

@@ -12,8 +12,8 @@ from math import inf
 
 from megabatch.config import Config, Data, LearningRate
 from megabatch.planner.bundled import MACHINES
+from megabatch.planner.cost import price
 from megabatch.planner.machine import Machine
-from megabatch.planner.price import price
 from megabatch.planner.run import Forecast, Job, Setting
 from megabatch.planner.search import BUCKETS_MB
 from megabatch.planner.step import buckets

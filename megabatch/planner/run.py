@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
-from megabatch.config import Config, UserError
+from megabatch.config import Config
+from megabatch.errors import UserError
+from megabatch.planner.cost import FREE, Price, price
 from megabatch.planner.machine import Machine, load
-from megabatch.planner.price import FREE, Price, price
 from megabatch.planner.step import (
     Bucket,
     Step,

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from megabatch.config import Config, UserError, nearest
+from megabatch.config import Config
+from megabatch.errors import UserError, nearest
 from megabatch.planner.machine import Machine, load
 from megabatch.planner.run import FLAT, LANES, PLANNED, Forecast, Job, Setting
 from megabatch.planner.step import WIRES

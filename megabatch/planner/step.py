@@ -15,9 +15,9 @@ from itertools import pairwise
 from statistics import NormalDist
 from typing import NamedTuple
 
-from megabatch.config import UserError
+from megabatch.errors import UserError
+from megabatch.planner.cost import Price
 from megabatch.planner.machine import Machine, Rate
-from megabatch.planner.price import Price
 from megabatch.planner.workload import Workload, usual
 
 FORWARD = 1 / 3  # of a pass: backward makes two products where forward makes one

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megabatch.config import Config, UserError
+from megabatch.config import Config
+from megabatch.errors import UserError
 
 IMAGENET = 1_281_167
 IMAGENET_VALIDATION = 50_000

@@ -18,8 +18,8 @@ from megabatch.plans.phase import (
     check,
     through,
 )
-from megabatch.plans.price import Leg, Wire, table, wire
 from megabatch.plans.proof import Tree, bracketing, follows_tree, prove, verify
+from megabatch.plans.traffic import Leg, Wire, table, wire
 
 __all__ = [
     "BLUECONNECT",

@@ -1,5 +1,5 @@
 """Print the table of docs/algorithms.md: `python -m megabatch.plans`."""
 
-from megabatch.plans.price import table
+from megabatch.plans.traffic import table
 
 print(table())

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megabatch.config import Config, UserError, nearest
+from megabatch.config import Config
+from megabatch.errors import UserError, nearest
 from megabatch.recipes.digits import digits
 from megabatch.recipes.goyal2017 import goyal2017
 from megabatch.recipes.jia2018 import jia2018

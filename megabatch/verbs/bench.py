@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from megabatch.cli import DONE
-from megabatch.config import UserError, nearest
+from megabatch.errors import DONE, UserError, nearest
 
 BENCHES: dict[str, str] = {
     "sync": "every plan by size against the backend and a bare TCP ring, for machine.json",

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megabatch.cli import DONE, FAILED
 from megabatch.doctor import examine, verdict
 from megabatch.doctor.finding import Finding
+from megabatch.errors import DONE, FAILED
 from megabatch.verbs.parsing import parse
 
 STYLES = {"works": "green", "limited": "yellow", "missing": "dim", "stops": "bold red"}

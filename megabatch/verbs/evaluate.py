@@ -9,8 +9,8 @@ from typing import Literal
 
 import tyro
 
-from megabatch.cli import DONE
 from megabatch.cluster import Cluster
+from megabatch.errors import DONE
 from megabatch.verbs.parsing import parse
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import tyro
 
-from megabatch.cli import DONE, FAILED
-from megabatch.config import UserError
+from megabatch.errors import DONE, FAILED, UserError
 from megabatch.verbs.parsing import parse
 
 _SHOWN = 20

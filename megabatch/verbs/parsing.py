@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import tyro
 
 from megabatch.batch import Stage
-from megabatch.config import UserError
+from megabatch.errors import UserError
 
 Flags = TypeVar("Flags")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import recipes
-from megabatch.cli import DONE
-from megabatch.config import Config, UserError
+from megabatch.config import Config
+from megabatch.errors import DONE, UserError
 from megabatch.planner import published, today, workload
 from megabatch.planner.bundled import MACHINES
 from megabatch.planner.machine import load
@@ -84,7 +84,7 @@ def run(arguments: list[str]) -> int:
     }
     _show(found, f"megabatch plan {config.name}, {flags.machine}")
     if flags.html:
-        from megabatch.planner.page import page
+        from megabatch.report.plan import page
 
         Path(flags.html).write_text(page(config.name, found))
         result["html"] = flags.html

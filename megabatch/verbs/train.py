@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from megabatch import recipes
-from megabatch.cli import DONE, STOPPED
-from megabatch.cluster import Cluster, run_local, under_launcher
-from megabatch.config import Config, UserError
+from megabatch.cluster import Cluster, under_launcher
+from megabatch.config import Config
+from megabatch.errors import DONE, STOPPED, UserError
+from megabatch.launch import run_local
 from megabatch.verbs.parsing import parse
 
 

@@ -75,7 +75,7 @@ def cases() -> list[Case]:
 def predict(case: Case, file: str) -> float:
     from megabatch.config import Config, Data
     from megabatch.planner import forecast, load
-    from megabatch.planner.price import price
+    from megabatch.planner.cost import price
     from megabatch.planner.run import PLANNED
 
     machine = load(file)
@@ -96,8 +96,8 @@ def predict(case: Case, file: str) -> float:
 def call_of(case: Case, cluster: Any) -> Callable[[], None]:
     import torch
 
-    from megabatch.choice import named
-    from megabatch.execute import execute
+    from megabatch.sync.choice import named
+    from megabatch.sync.execute import execute
 
     # the planner's name of a plan as the trainer takes it
     name = "ring:halving_doubling" if case.plan == "halving_doubling" else case.plan
@@ -116,7 +116,7 @@ def training_step(
 
     from megabatch import models
     from megabatch.optim import LARS, parameter_groups
-    from megabatch.sync import GradientSum
+    from megabatch.sync.buckets import GradientSum
 
     net = models.build(MODEL, CLASSES, CHANNELS, SIZE)
     optimizer = LARS(parameter_groups(net, weight_decay=5e-5), lr=0.0, momentum=0.9)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import hosts  # noqa: E402
 
 from megabatch import plans  # noqa: E402
-from megabatch.choice import measured  # noqa: E402
+from megabatch.sync.choice import measured  # noqa: E402
 
 pytestmark = pytest.mark.systems
 

@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy
 from numpy.typing import NDArray
 
-from megabatch.config import UserError
-from megabatch.data.decode import Encoded, Pixels
+from megabatch.data.jpeg import Encoded, Pixels
 from megabatch.data.origins import cifar, folders, idx, parquet, tars
+from megabatch.errors import UserError
 
 
 class Origin(Protocol):

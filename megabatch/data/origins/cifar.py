@@ -16,9 +16,9 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from megabatch.config import UserError
-from megabatch.data.decode import Pixels
+from megabatch.data.jpeg import Pixels
 from megabatch.data.origins.idx import Arrays
+from megabatch.errors import UserError
 
 _PIXELS = 3 * 32 * 32
 _TRAIN = [f"data_batch_{part}" for part in range(1, 6)]

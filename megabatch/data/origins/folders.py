@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
-from megabatch.config import UserError
+from megabatch.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 VAL_NAMES = ("val", "validation", "valid", "test")

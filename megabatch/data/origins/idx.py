@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
-from megabatch.config import UserError
-from megabatch.data.decode import Pixels
+from megabatch.data.jpeg import Pixels
+from megabatch.errors import UserError
 
 _UNSIGNED_BYTES = 8
 

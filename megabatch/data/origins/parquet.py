@@ -13,8 +13,8 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from megabatch.config import UserError
 from megabatch.data.origins.folders import VAL_NAMES
+from megabatch.errors import UserError
 
 _KEPT = 3  # row groups in memory: threads that read in order touch two at a time
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy
 from numpy.typing import NDArray
 
-from megabatch.config import UserError
+from megabatch.errors import UserError
 
 _TRAIN, _VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 _DEVKIT, _LABELS = "ILSVRC2012_devkit_t12.tar.gz", "*validation_synset_labels.txt"

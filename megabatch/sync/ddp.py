@@ -15,11 +15,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.choice import HYBRID, choose
 from megabatch.cluster import Cluster
-from megabatch.execute import LANES, SEGMENT_BYTES, WIRES, Pipeline
-from megabatch.heartbeat import Disagreement, Heartbeat, compare
 from megabatch.plans import Plan
+from megabatch.sync.choice import HYBRID, choose
+from megabatch.sync.execute import LANES, SEGMENT_BYTES, WIRES, Pipeline
+from megabatch.sync.heartbeat import Disagreement, Heartbeat, compare
 
 _instances = itertools.count()
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megabatch.cluster import Cluster
-from megabatch.lanes import Pending
+from megabatch.sync.lanes import Pending
 
 
 class Stalled(RuntimeError):

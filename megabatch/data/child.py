@@ -1,4 +1,4 @@
-"""A decoding process: `python -m megabatch.data.decoder TASK`, started by megabatch.data.decoders.
+"""A decoding process: `python -m megabatch.data.child TASK`, started by megabatch.data.pool.
 
 It opens the images once and then becomes several, which share all that was opened. A process that
 dies is reported by the first, which does nothing but wait for the others.
@@ -16,14 +16,15 @@ import traceback
 
 import torch
 
-from megabatch.config import Config, UserError
+from megabatch.config import Config
 from megabatch.data.decoded import Decoded, FromPack
-from megabatch.data.decoders import DONE, FAILURE, MISTAKE, NO_SLOT, REPLY, REQUEST, TRAINING
+from megabatch.data.pool import DONE, FAILURE, MISTAKE, NO_SLOT, REPLY, REQUEST, TRAINING
 from megabatch.data.received import FromArea
 from megabatch.data.room import Layout
 from megabatch.data.slots import map_slots
 from megabatch.data.source import Fills, open_sources
 from megabatch.data.work import Work
+from megabatch.errors import UserError
 
 _MOST_WORDS = 2000  # a reply is written in one go, which a pipe does up to 4096 bytes
 _NICE = 5  # the loop that launches kernels goes first

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from megabatch.config import UserError
+from megabatch.errors import UserError
 from megabatch.planner.run import Forecast
 
 COMPUTE, BACKWARD, WIRE, EXPOSED, SLOWEST = "#4c78a8", "#72b7b2", "#f58518", "#e45756", "#b0b0b0"

@@ -13,11 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from megabatch.choice import choose
 from megabatch.cluster import Cluster
-from megabatch.execute import WIRES, Pipeline
-from megabatch.heartbeat import Heartbeat, compare
-from megabatch.lanes import Pending
+from megabatch.sync.choice import choose
+from megabatch.sync.execute import WIRES, Pipeline
+from megabatch.sync.heartbeat import Heartbeat, compare
+from megabatch.sync.lanes import Pending
 
 _engines = itertools.count()  # the same on every worker: they make the same engines
 

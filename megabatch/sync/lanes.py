@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.plans import Group, Move, Phase
-from megabatch.segment import Scratch, Segment
+from megabatch.sync.segment import Scratch, Segment
 
 _PATIENCE_SECONDS = 2.0
 _TAG = 7 << 16  # apart from sends that the user makes in the same group

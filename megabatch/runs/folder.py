@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megabatch import checkpoint
+from megabatch.runs import checkpoint
 from megabatch.cluster import Cluster
-from megabatch.config import Config, UserError
-from megabatch.metrics import drop_after, environment
+from megabatch.config import Config
+from megabatch.errors import UserError
+from megabatch.runs.loggers import drop_after, environment
 from megabatch.noise import NoiseScale
 from megabatch.parts import Parts
 

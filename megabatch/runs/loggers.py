@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megabatch.batch import Step
 from megabatch.config import Config
-from megabatch.verdict import Facts, Waits, verdict
+from megabatch.runs.verdict import Facts, Waits, verdict
 
 Band = tuple[float, float]
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch.batch import Node, deal, folds, largest_nodes, tree_sum
 from megabatch.cluster import Cluster
-from megabatch.segment import all_gather
+from megabatch.sync.segment import all_gather
+from megabatch.tree import Node, deal, folds, largest_nodes, tree_sum
 
 
 def tree_all_reduce(

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from megabatch.batch import Node, deal
 from megabatch.cluster import Cluster
-from megabatch.senders import Exposed, Lane, Planned
-from megabatch.summation import TreeSum
+from megabatch.sync.senders import Exposed, Lane, Planned
+from megabatch.sync.summation import TreeSum
+from megabatch.tree import Node, deal
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.cluster import Cluster
-from megabatch.lanes import OnError, Part, Pending, Step, StreamLane, ThreadLane
 from megabatch.plans import Move, Phase, Plan, stages
 from megabatch.plans.message import piece
 from megabatch.plans.phase import CLOSES
-from megabatch.segment import Segment
+from megabatch.sync.lanes import OnError, Part, Pending, Step, StreamLane, ThreadLane
+from megabatch.sync.segment import Segment
 
 # Larger segments leave the network idle at both ends of a tensor, smaller ones pay more for each
 # message; a lane more than there are phases on the wire hides the turn-round of a step.

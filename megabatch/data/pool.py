@@ -3,7 +3,7 @@
 A pipe of requests is shared by all of them: whoever is free takes the next piece of a micro-batch
 and writes its images into a slot of shared memory; a pipe of replies says so. The training loop
 sends and receives by itself, without a thread. The processes are copies of one that opened the
-images (`megabatch.data.decoder`), and end when the pipe of requests is closed or its owner dies.
+images (`megabatch.data.child`), and end when the pipe of requests is closed or its owner dies.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megabatch.config import Config, RunFailed, UserError
+from megabatch.config import Config
 from megabatch.data.room import Layout, Room
 from megabatch.data.slots import Slots
+from megabatch.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
     from megabatch.data.shared import SharedOut
@@ -162,7 +163,7 @@ class Decoders:
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             # -P: what lies in the folder of the run must not stand in for a library.
-            [sys.executable, "-P", "-m", "megabatch.data.decoder", json.dumps(task)],
+            [sys.executable, "-P", "-m", "megabatch.data.child", json.dumps(task)],
             stdin=subprocess.DEVNULL,
             pass_fds=files if received is None else [*files, received],
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},

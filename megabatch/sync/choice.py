@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from megabatch.config import UserError, nearest
+from megabatch.errors import UserError, nearest
 from megabatch.plans import PLANS, Phase, Plan, check, through
 from megabatch.plans.phase import Via
 

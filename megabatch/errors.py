@@ -1,0 +1,25 @@
+"""What goes wrong, in words: the user's mistakes, runs that cannot go on, and exit statuses."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+DONE, FAILED, MISTAKE, STOPPED = 0, 1, 2, 3
+"""exit statuses; STOPPED: on request, with a good checkpoint"""
+
+
+class UserError(ValueError):
+    """A mistake of the user's, in one sentence that names the thing and the way out (exit status
+    2)."""
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot go on, and why, in its own words (exit status 1, no traceback)."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The way out for an unknown name: the nearest known one, or all of them."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"

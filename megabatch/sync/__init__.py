@@ -1,0 +1,1 @@
+"""How gradients are summed over workers: buckets that leave under backward, plans, the tree."""
