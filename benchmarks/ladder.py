@@ -19,7 +19,7 @@ import tyro
 
 import megabatch as mb
 from megabatch.batch import Stage
-from megabatch.config import Config, LearningRate, Optimizer
+from megabatch.config import Config, LearningRate, OptimizerConfig
 
 SMALL, LARGE = 32, 480  # of 1,438 training images
 BEGIN, END = "<!-- made by benchmarks/ladder.py -->", "<!-- end -->"
@@ -27,7 +27,7 @@ BEGIN, END = "<!-- made by benchmarks/ladder.py -->", "<!-- end -->"
 _recipe = replace(mb.recipes.digits(), stages=(), eval_every=0, save_every=0, deterministic=True)
 _sgd = replace(
     _recipe,
-    optimizer=Optimizer(momentum=0.9, weight_decay=1e-4, trust=None, form="pytorch"),
+    optimizer=OptimizerConfig(momentum=0.9, weight_decay=1e-4, trust=None, form="pytorch"),
     # 0.2 was the best of 0.05, 0.1 and 0.2 for the small batch.
     lr=LearningRate(reference=0.2, per=SMALL, warmup=0, decay="poly", power=2),
 )

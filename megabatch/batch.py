@@ -6,6 +6,7 @@ A global batch is K micro-batches, which belong to nobody: a worker is dealt an 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -63,10 +64,16 @@ def steps(
 
 
 def count_steps(stages: Sequence[Stage], images: int, epochs: float) -> tuple[int, int]:
-    """How many steps a run has and how many images they hold."""
-    count, seen = 0, 0
-    for step in steps(stages, images, epochs):
-        count, seen = step.index + 1, step.seen + step.batch
+    """How many steps a run has and how many images they hold; the steps of `steps`, counted stage
+    by stage."""
+    count, seen, end = 0, 0, epochs * images
+    while seen < end:
+        stage = stage_at(stages, seen / images)
+        batch = stages[stage].batch
+        until = min(end, stages[stage + 1].epoch * images if stage + 1 < len(stages) else end)
+        # All but the last of a stage at once; rounding may put the last to either side.
+        more = max(1, math.ceil((until - seen) / batch) - 1)
+        count, seen = count + more, seen + more * batch
     return count, seen
 
 

@@ -7,6 +7,7 @@ from importlib import import_module
 
 from megabatch.errors import DONE, FAILED, MISTAKE, RunFailed, UserError, nearest
 from megabatch.launch import WorkerFailed
+from megabatch.version import __version__
 
 # Each verb is a module of megabatch.verbs with a function run(arguments) -> exit status.
 VERBS = {
@@ -49,9 +50,7 @@ def _help() -> int:
 
 
 def _version() -> int:
-    import megabatch
-
-    print(f"megabatch {megabatch.__version__}")
+    print(f"megabatch {__version__}")
     return DONE
 
 

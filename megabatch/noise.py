@@ -53,7 +53,7 @@ def following_batch(config: Config, batch: int, scale: float | None) -> int:
         return batch
     least = config.noise.least or config.batch
     most = config.noise.most or 8 * config.batch
-    wanted = config.noise.share * scale
+    wanted = config.noise.multiple * scale
     if wanted >= 2 * batch and 2 * batch <= most:
         return 2 * batch
     if wanted <= batch / 2 and batch % (2 * config.micro) == 0 and batch // 2 >= least:

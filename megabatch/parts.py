@@ -80,7 +80,7 @@ def assemble(
 ) -> Parts:
     net = prepare(config, cluster, classes, model)
     settings = config.optimizer
-    groups = parameter_groups(net, settings.weight_decay, share=settings.share)
+    groups = parameter_groups(net, settings.weight_decay, share=settings.unadapted_rate)
     masters = Masters(net, config)
     groups = masters.groups(groups)
     optimizer: LARS | LAMB

@@ -73,7 +73,7 @@ class Cosine:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepDecay:
     """Times `factor` at each epoch of `at` (counted from the beginning of this piece)."""
 
     at: tuple[float, ...]
@@ -104,12 +104,13 @@ class Join:
         return self.pieces[-1](epoch)
 
 
-Piece = Warmup | Constant | Poly | Cosine | Steps
+Piece = Warmup | Constant | Poly | Cosine | StepDecay
 Schedule = Piece | Join
-P = TypeVar("P", Constant, Poly, Cosine, Steps)
+P = TypeVar("P", Constant, Poly, Cosine, StepDecay)
 
 # The names of the public face: mb.join(mb.warmup(5, to=29.0), mb.poly(85, power=2))
-warmup, constant, poly, cosine, steps = Warmup, Constant, Poly, Cosine, Steps
+warmup, constant, poly, cosine = Warmup, Constant, Poly, Cosine
+step_decay = StepDecay
 
 
 def join(*pieces: Piece) -> Join:

@@ -236,7 +236,10 @@ def evaluate(
     written = Path(run) / "config.json"
     if not written.exists():
         raise UserError(f"{run} is not the folder of a run: it has no config.json")
-    config = replace(Config.from_json(written.read_text()), init="")
+    config = Config.read(written)
+    # What was written there may be anyone's: an evaluation copies nothing and needs no first
+    # weights.
+    config = replace(config, init="", data=replace(config.data, local_copy=""))
     for own, given, word in ((config.model, model, "model"), (config.data.source, data, "data")):
         if own.startswith("own") and given is None:
             raise UserError(

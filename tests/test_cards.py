@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megabatch.config import Config
 from megabatch.errors import UserError
-from megabatch.recipes import digits
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.train import Launch, TrainFlags
 
@@ -88,12 +88,12 @@ def test_every_flag_exists(card):
 def test_values_given_with_a_flag_are_accepted(card):
     for code in code_of(card.read_text()):
         if code.startswith("--") and " " in code:
-            parse(TrainFlags, "train digits", code.split(), TrainFlags(Launch(), digits()))
+            parse(TrainFlags, "train digits", code.split(), TrainFlags(Launch(), Config()))
 
 
 def test_a_wrong_value_would_be_noticed():
     with pytest.raises(UserError):
-        parse(TrainFlags, "train digits", ["--lr.decay", "slow"], TrainFlags(Launch(), digits()))
+        parse(TrainFlags, "train digits", ["--lr.decay", "slow"], TrainFlags(Launch(), Config()))
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def mistaken(result, says):
         (["train", "digits", "--data.source", "folder"], "--data.path"),
         (["train", "digits", "--out", "/proc/nowhere", "--workers", "1"], "cannot be written"),
         (["train", "digits", "--out", "/proc/nowhere", "--workers", "2"], "cannot be written"),
-        (["evaluate"], "the folder of a run"),
+        (["evaluate"], "evaluate needs RUN"),
         (["evaluate", "nowhere"], "is not the folder of a run"),
         (["bench", "nothing"], "there is no bench"),
     ],

@@ -1,7 +1,11 @@
 """The config: derived numbers, contradictions in words, JSON, resizing."""
 
+import dataclasses
+import math
 import re
-from dataclasses import replace
+import typing
+from dataclasses import fields, replace
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -9,9 +13,12 @@ from hypothesis import strategies as st
 
 import megabatch as mb
 from megabatch.batch import Stage, count_steps
-from megabatch.config import Config, Data, LearningRate, Optimizer
+from megabatch.config import Config, LearningRate, OptimizerConfig
+from megabatch.config.settings import check_value, settings_of
 from megabatch.errors import UserError
 from megabatch.recipes import RECIPES
+from megabatch.verbs.parsing import flags_of, parse
+from megabatch.verbs.train import Launch, TrainFlags
 
 PLAIN = Config(batch=64, micro=16, span=8, epochs=10, lr=LearningRate(warmup=2))
 
@@ -38,46 +45,196 @@ def test_the_table_of_derived_numbers():
     assert table["images in all"] == "6,400"
 
 
+def changed(config, change):
+    """The config with other settings; a dict is a section's."""
+    sections = {
+        name: replace(getattr(config, name), **value)
+        for name, value in change.items()
+        if isinstance(value, dict)
+    }
+    return replace(config, **{**change, **sections}).check()
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"batch": 100}, "batch 100 cannot be made of micro-batches of 16: use 96 or 112"),
         ({"batch": 8}, "batch 8 cannot be made of micro-batches of 16: use 16"),
-        ({"batch": 0}, "batch 0 cannot be made"),
+        ({"batch": 0}, "batch is 0; it must be at least 1"),
         ({"micro": 12}, "micro 12 is not a multiple of span 8"),
         ({"span": 0}, "span is 0"),
         ({"micro": 0}, "micro is 0"),
         ({"epochs": 0}, "epochs is 0"),
+        ({"epochs": 1e99}, "epochs is 1e+99; it must be above 0 and at most 1e+09"),
+        ({"epochs": math.nan}, "epochs is nan: give a finite number"),
+        ({"epochs": math.inf}, "epochs is inf: give a finite number"),
+        ({"epochs": 10**400}, "epochs is 1000"),
         ({"stages": (Stage(12, 128),)}, "a stage begins at epoch 12 but the run ends at epoch 10"),
         ({"stages": (Stage(5, 128), Stage(4, 256))}, "each must begin after the one before"),
         ({"stages": (Stage(5, 100),)}, "the batch of the stage at epoch 5, 100 cannot be made"),
-        ({"stages": (Stage(5, 128, 1.5),)}, "momentum is 1.5"),
-        ({"lr": LearningRate(warmup=20)}, "the warm-up of 20 epochs does not fit into 10"),
-        ({"lr": LearningRate(warmup=1, decay="steps")}, "names no epochs"),
-        ({"lr": LearningRate(warmup=1, per=0)}, "lr.per is 0"),
-        ({"lr": LearningRate(warmup=1, reference=-1.0)}, "cannot be negative"),
+        ({"stages": (Stage(5, 128, 1.5),)}, "stages[0].momentum is 1.5"),
+        ({"stages": (Stage("5", 128),)}, "stages[0].epoch is '5': give a finite number"),
+        ({"stages": ((5, 128),)}, "give a Stage"),
+        ({"stages": [Stage(5, 128)]}, "give any number of values"),
+        ({"lr": {"warmup": 20}}, "the warm-up of 20 epochs does not fit into 10"),
+        ({"lr": {"decay": "steps"}}, "names no epochs"),
+        ({"lr": {"decay": "steps", "drop_at": (1.0, 5.0)}}, "give epochs after the warm-up (2)"),
+        ({"lr": {"decay": "steps", "drop_at": (5.0, 12.0)}}, "the rate drops at epoch 12 but"),
+        ({"lr": {"decay": "step"}}, "lr.decay is 'step': did you mean steps?"),
+        ({"lr": {"per": 0}}, "lr.per is 0"),
+        ({"lr": {"reference": -1.0}}, "lr.reference is -1; it must be at least 0"),
         ({"label_smoothing": 1.0}, "label_smoothing is 1"),
         ({"bn_momentum": 0.0}, "bn_momentum is 0"),
         ({"seed": -1}, "seed is -1"),
-        ({"target_accuracy": 97.0}, "give a share between 0 and 1"),
-        ({"keep": 0}, "keep is 0"),
-        ({"eval_every": -1.0}, "eval_every is negative"),
-        ({"bucket_mb": 0.0}, "bucket_mb is 0"),
-        ({"model": "resnet5"}, "did you mean 'resnet50'"),
+        ({"seed": True}, "seed is True: give a whole number"),
+        ({"batch": 64.0}, "batch is 64: give a whole number"),
+        ({"deterministic": 1}, "deterministic is 1: give true or false"),
+        ({"precision": "fp8"}, "precision is 'fp8': there are fp32, fp64"),
         (
-            {"optimizer": Optimizer(form="pytorch", momentum_correction=True)},
+            {"target_accuracy": 97.0},
+            "target_accuracy is 97; it must be above 0 and at most 1: give",
+        ),
+        ({"keep": 0}, "keep is 0"),
+        ({"eval_every": -1.0}, "eval_every is -1"),
+        ({"eval_every": 1e-300}, "eval_every is 1e-300; give epochs, or 0 for the end only"),
+        ({"bucket_mb": 0.0}, "bucket_mb is 0"),
+        ({"ratio_band": (2.0, 1.0)}, "the smaller first"),
+        ({"ratio_band": (2.0,)}, "give 2 values"),
+        ({"name": "../x"}, "the name '../x' cannot be a folder's"),
+        ({"name": "a[/x]"}, "cannot be a folder's"),
+        ({"init": "a\0b"}, "init is"),
+        ({"model": "resnet5"}, "did you mean 'resnet50'"),
+        ({"plan": "tours"}, "there is no plan 'tours': did you mean torus?"),
+        ({"plan": "backends"}, "did you mean backend?"),
+        ({"plan": "torus:rings"}, "there is no wiring 'rings': did you mean ring?"),
+        ({"plan": "hybrid:ring"}, "there is no plan 'hybrid'"),
+        ({"wire": "fp16"}, "--wire fp16 needs a plan of our own"),
+        ({"plan": "torus", "deterministic": True}, "a deterministic run sums along one tree"),
+        ({"half_weights": True}, "half_weights needs --precision bf16 or fp16, not fp32"),
+        ({"noise": {"follow": True}, "stages": (Stage(5, 128),)}, "drop --stages or --noise.f"),
+        ({"noise": {"follow": True, "most": 100}}, "noise.most 100 cannot be made"),
+        ({"noise": {"follow": True, "most": 32}}, "batch 64 lies outside"),
+        (
+            {"optimizer": {"form": "pytorch", "momentum_correction": True}},
             "momentum_correction belongs to --optimizer.form paper",
         ),
-        ({"data": Data(size=0)}, "data.size is 0"),
-        ({"data": Data(channels=2)}, "data.channels is 2"),
-        ({"data": Data(val_share=1.0)}, "data.val_share is 1"),
-        ({"data": Data(crop_area=(1.0, 0.5))}, "data.crop_area"),
+        ({"data": {"size": 0}}, "data.size is 0"),
+        ({"data": {"channels": 2}}, "data.channels is 2"),
+        ({"data": {"val_share": 1.0}}, "data.val_share is 1"),
+        ({"data": {"crop_area": (1.0, 0.5)}}, "data.crop_area"),
     ],
 )
 def test_contradictions_are_refused_in_words(change, says):
     with pytest.raises(UserError, match=re.escape(says)) as refused:
-        replace(PLAIN, **change).check()
+        changed(PLAIN, change)
     assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ({"trust": 0.02}, "--optimizer.trust 0.001"),
+        ({"trust": None}, "--optimizer.trust 0.001"),
+        ({"policy": "clip"}, "--optimizer.policy lars"),
+        ({"form": "pytorch"}, "--optimizer.form paper"),
+        ({"nesterov": True}, "--optimizer.no-nesterov"),
+        ({"momentum_correction": True}, "--optimizer.no-momentum-correction"),
+    ],
+)
+def test_lamb_refuses_what_it_would_ignore(setting, remedy):
+    lars = OptimizerConfig(**setting)
+    with pytest.raises(UserError, match=f"lamb has no {next(iter(setting))}") as refused:
+        replace(lars, name="lamb")
+    assert str(refused.value).endswith(remedy)
+    # The remedy is a flag, and it helps.
+    assert remedy.split()[0] in flags_of(TrainFlags)
+    remedied = parse(
+        TrainFlags, "train", remedy.split(), TrainFlags(Launch(), Config(optimizer=lars))
+    )
+    assert replace(remedied.config.optimizer, name="lamb") == OptimizerConfig(name="lamb")
+
+
+def test_lamb_has_no_momentum_for_a_stage_to_set():
+    with pytest.raises(UserError, match="lamb has no momentum for a stage"):
+        changed(PLAIN, {"optimizer": {"name": "lamb"}, "stages": (Stage(5, 128, 0.8),)})
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(RECIPES) if name != "mlperf"])
+def test_a_recipe_cut_short_by_hand_is_refused_with_the_way_out(name):
+    cut = replace(RECIPES[name](), epochs=1)
+    with pytest.raises(UserError, match=re.escape("config.resized(epochs=1)")):
+        cut.check()
+    with pytest.raises(UserError, match=re.escape("config.resized(epochs=1)")):
+        mb.train(cut, quiet=True)
+    assert RECIPES[name]().resized(epochs=1).check().epochs == 1
+
+
+def test_every_number_has_bounds():
+    """So that no file can ask for a run without end or for memory without bound."""
+    for name, rule, value in settings_of(Config()):
+        kind = str(type(value))
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            assert max(rule.least, rule.above) > -math.inf, (name, kind)
+            assert min(rule.most, rule.below) < math.inf, (name, kind)
+
+
+# --- resuming ------------------------------------------------------------------------------------
+
+FREE = {
+    "ratio_band", "eval_every", "save_every", "keep", "target_accuracy", "bucket_mb", "plan",
+    "wire", "data.path", "data.local_copy", "data.threads", "data.processes", "data.resident",
+    "data.shared", "data.decode",
+}  # fmt: skip
+
+
+def another(value, rule, kind):
+    """Some other value that the setting may have."""
+    if isinstance(value, bool):
+        return not value
+    if typing.get_origin(kind) is Literal:
+        return next(option for option in typing.get_args(kind) if option != value)
+    for other in (0.5, 0.25, 1, 2, 3, (0.5, 0.75), (9, 10), (0.5, 0.5, 0.5), (1.5,), "ring", "x"):
+        suits = other != value
+        try:
+            check_value(other, kind, rule, "")
+        except UserError:
+            suits = False
+        if suits:
+            return other
+    raise AssertionError(kind)
+
+
+def every_other():
+    """Configs that differ from the plain one in one setting each."""
+    for section in (None, "data", "noise", "lr", "optimizer"):
+        whole = PLAIN if section is None else getattr(PLAIN, section)
+        kinds = typing.get_type_hints(type(whole))
+        for field in fields(whole):
+            if dataclasses.is_dataclass(kinds[field.name]):
+                continue
+            value, rule = getattr(whole, field.name), field.metadata["rule"]
+            if field.name == "stages":
+                other = (Stage(5, 128),)
+            elif field.name == "model":
+                other = "small20"
+            elif field.name == "channels":
+                other = 3
+            else:
+                other = another(value, rule, kinds[field.name])
+            config = replace(whole, **{field.name: other})
+            name = field.name if section is None else f"{section}.{field.name}"
+            yield name, config if section is None else replace(PLAIN, **{section: config})
+
+
+def test_what_may_change_on_resume_is_a_property_of_the_setting():
+    found = dict(every_other())
+    assert len(found) == sum(1 for _ in settings_of(PLAIN))
+    for name, config in found.items():
+        difference = PLAIN.resume_difference(config)
+        assert (difference is None) == (name in FREE), name
+        assert difference is None or difference.startswith(f"{name} ")
+    assert PLAIN.resume_difference(PLAIN) is None
 
 
 def test_the_plain_config_is_accepted():
@@ -95,6 +252,16 @@ def test_json_brings_back_the_same_config(name, epochs, momentum, seed):
         mb.recipes.named(name), epochs=epochs, seed=seed, stages=(Stage(0.25, 512, momentum),)
     )
     assert Config.from_json(config.to_json()) == config
+
+
+def test_json_brings_back_every_setting():
+    for name, config in every_other():
+        assert Config.from_json(config.to_json()) == config != PLAIN, name
+
+
+def test_settings_that_are_left_away_keep_their_defaults():
+    assert Config.from_json("{}") == Config()
+    assert Config.from_json('{"lr": {"warmup": 3}}') == Config(lr=LearningRate(warmup=3))
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
@@ -118,7 +285,7 @@ def test_resizing_keeps_a_recipes_proportions(name):
 def test_the_rate_follows_the_batch_or_not():
     config = replace(PLAIN, stages=(Stage(5, 256),), lr=LearningRate(warmup=0, decay="constant"))
     assert config.lr_at(6, batch=256) == 4 * config.lr_at(1)
-    assert replace(config, follow=False).lr_at(6, batch=256) == config.lr_at(1)
+    assert replace(config, rate_follows_batch=False).lr_at(6, batch=256) == config.lr_at(1)
 
 
 def test_momentum_stays_until_a_stage_sets_its_own():

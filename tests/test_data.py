@@ -287,17 +287,21 @@ def test_the_path_alone_decides(root, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"stage": "/tmp"}, "data.stage copies packs"),
         ({"scale": (8, 4)}, "data.scale is"),
         ({"scale": (4, 16), "size": 8}, "at least data.size"),
         ({"jitter": (0.4, 1.0, 0.0)}, "data.jitter is"),
-        ({"lighting": -0.1}, "cannot be negative"),
+        ({"lighting": -0.1}, "data.lighting is -0.1; it must be at least 0"),
         ({"threads": -1}, "data.threads is -1"),
     ],
 )
 def test_contradictions_are_refused(wrong, words):
     with pytest.raises(UserError, match=words):
         Config(data=Data(**wrong)).check()
+
+
+def test_a_local_copy_is_of_a_pack(root, tmp_path):
+    with pytest.raises(UserError, match=r"data\.local_copy copies packs"):
+        opened(root, local_copy=str(tmp_path))
 
 
 def test_draws_reach_every_part_of_the_rule():

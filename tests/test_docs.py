@@ -58,7 +58,7 @@ def test_every_train_command_would_be_accepted():
             continue
         plain = [word for word in rest if word not in ("W", "...")]
         try:
-            train_verb._flags(plain[0], plain[1:])
+            train_verb.read_flags(plain[0], plain[1:])
         except UserError as error:
             raise AssertionError(f"{page}: {' '.join(rest)}: {error}") from None
         checked += 1

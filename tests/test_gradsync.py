@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import UserError
 from megabatch.plans import HIERARCHICAL, PLANS, RING, THREE_PHASE, TORUS, through
-from megabatch.sync.choice import Choice, choose, fastest, named
+from megabatch.plans.names import named
+from megabatch.sync.choice import Choice, choose, fastest
 from megabatch.sync.ddp import GradSync
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ddp_script.py"

@@ -76,7 +76,7 @@ GROWING = replace(
     deterministic=True,
     save_every=0.02,
     keep=100,
-    noise=Noise(True, least=32, most=128, share=1000.0, memory=0.5),
+    noise=Noise(True, least=32, most=128, multiple=1000.0, memory=0.5),
 )
 
 

@@ -100,7 +100,7 @@ def test_another_batch_and_length(recipe, capsys):
         (("--gpus", "64", "--grid", "3", "4"), "a grid of 3 x 4 holds 12 GPUs, not 64"),
         (("--workload", "none.json"), "the model none.json cannot be read"),
         (("--target-seconds", "0.01"), "no number of dgx-h100's nodes does it in 0.01 s"),
-        (("--machines", "abci"), "Unrecognized options: --machines"),
+        (("--machines", "abci"), "did you mean --machine?"),
     ],
 )
 def test_a_mistake_gets_one_sentence(recipe, capsys, words, sentence):

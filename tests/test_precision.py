@@ -10,7 +10,7 @@ from test_train import CONFIG
 from torch import nn
 
 from megabatch.cluster import Cluster
-from megabatch.config import Config, Optimizer
+from megabatch.config import Config, OptimizerConfig
 from megabatch.errors import RunFailed
 from megabatch.keyed import shuffled
 from megabatch.launch import run_local
@@ -262,6 +262,6 @@ def test_all_workers_stop_alike(tmp_path):
 def test_momentum_free_sgd_runs_in_half_precision():
     config = replace(
         CONFIG, epochs=0.3, stages=(), precision="fp16", lr=replace(CONFIG.lr, warmup=0),
-        optimizer=Optimizer(momentum=0.0, trust=None, form="pytorch"),
+        optimizer=OptimizerConfig(momentum=0.0, trust=None, form="pytorch"),
     )  # fmt: skip
     assert train(config, quiet=True).steps > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megabatch as mb
-from megabatch.config import LearningRate, Optimizer
+from megabatch.config import LearningRate, OptimizerConfig
 from megabatch.errors import UserError
 from megabatch.recipes import BY_BATCH, RECIPES, named
 from megabatch.recipes.imagenet import IMAGES
@@ -46,7 +46,7 @@ def test_goyal2017():
     assert rates(config, 0, 2.5, 5, 29.9) == pytest.approx([0.1, 1.65, 3.2, 3.2], rel=1e-12)
     assert rates(config, 30, 60, 80) == pytest.approx([0.32, 0.032, 0.0032], rel=1e-12)
     assert (config.span, config.batch // config.span) == (32, 256)  # workers of the paper
-    assert config.optimizer == Optimizer(
+    assert config.optimizer == OptimizerConfig(
         momentum=0.9, weight_decay=1e-4, trust=None, nesterov=True, form="pytorch"
     )
     assert config.data.crop_area == (0.08, 1.0)
@@ -204,7 +204,7 @@ def test_mlperf_between_its_rows_takes_the_nearest_and_scales_the_rate():
     assert config.lr_at(5) == pytest.approx(17 * 6528 / 8192, rel=1e-12)
     assert mlperf(128).optimizer == mlperf(3264).optimizer
     assert mlperf(2**20).optimizer == mlperf(65536).optimizer
-    with pytest.raises(UserError, match="batch 0 cannot be made"):
+    with pytest.raises(UserError, match="batch is 0; it must be at least 1"):
         named("mlperf", batch=0).check()
 
 

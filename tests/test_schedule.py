@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import megabatch as mb
 from megabatch.config import LearningRate
-from megabatch.schedule import Constant, Cosine, Poly, Steps, Warmup
+from megabatch.schedule import Constant, Cosine, Poly, StepDecay, Warmup
 
 rates = st.floats(0.001, 100)
 lengths = st.floats(0.5, 200)
@@ -49,14 +49,16 @@ def test_poly_that_counts_from_the_first_step_of_the_run():
 
 
 def test_steps_drop_at_their_epoch_and_not_before():
-    drops = Steps((30, 60, 80), 0.1, start=3.2)
+    drops = StepDecay((30, 60, 80), 0.1, start=3.2)
     assert drops(29.999) == 3.2
     assert drops(30) == 3.2 * 0.1
     assert drops(85) == pytest.approx(3.2e-3)
 
 
 def test_goyals_schedule_from_the_config():
-    lr = LearningRate(0.1, 256, warmup=5, start=0.1, decay="steps", at=(30, 60, 80)).over(8192, 90)
+    lr = LearningRate(0.1, 256, warmup=5, start=0.1, decay="steps", drop_at=(30, 60, 80)).over(
+        8192, 90
+    )
     assert lr(0) == 0.1
     assert lr(5) == 3.2
     assert lr(29.9) == 3.2
@@ -66,7 +68,7 @@ def test_goyals_schedule_from_the_config():
 
 @given(rates, rates, lengths, lengths)
 def test_joins_are_continuous(start, peak, warm, rest):
-    for decay in (Poly(rest), Cosine(rest), Constant(rest), Steps((rest / 2,))):
+    for decay in (Poly(rest), Cosine(rest), Constant(rest), StepDecay((rest / 2,))):
         lr = mb.join(mb.warmup(warm, to=peak, start=start), decay)
         assert abs(lr(warm * (1 - 1e-9)) - lr(warm)) <= 1e-8 * (start + peak)
         assert lr(warm) == peak

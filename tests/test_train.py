@@ -11,7 +11,7 @@ from torch import nn
 import megabatch as mb
 from megabatch.batch import Stage
 from megabatch.cluster import Cluster
-from megabatch.config import Config, Data, LearningRate, Optimizer
+from megabatch.config import Config, Data, LearningRate, OptimizerConfig
 from megabatch.data.loader import Loader
 from megabatch.data.source import open_sources
 from megabatch.errors import UserError
@@ -31,7 +31,7 @@ CONFIG = Config(
     label_smoothing=0.1,
     data=Data(source="digits", shift=1),
     lr=LearningRate(reference=16, warmup=0.3),
-    optimizer=Optimizer(weight_decay=1e-4, share=0.1, momentum_correction=True),
+    optimizer=OptimizerConfig(weight_decay=1e-4, unadapted_rate=0.1, momentum_correction=True),
     eval_every=0,
 )
 

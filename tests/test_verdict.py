@@ -105,10 +105,10 @@ def test_advice_on_input():
 def test_readers_that_are_busy_without_a_core_wait_for_storage():
     waits = Waits(seconds=100, input=40, communication=0, reading=390, on_cores=90)
     packed = replace(FACTS, packed=True, stored_size=256)
-    assert "--data.stage" in str(verdict(waits, packed))
-    assert "--data.stage" not in str(verdict(waits, FACTS))  # there is no pack to stage
+    assert "--data.local-copy" in str(verdict(waits, packed))
+    assert "--data.local-copy" not in str(verdict(waits, FACTS))  # there is no pack to stage
     for decoding in (replace(waits, on_cores=350), replace(waits, on_cores=None)):
-        assert "--data.stage" not in str(verdict(decoding, packed))
+        assert "--data.local-copy" not in str(verdict(decoding, packed))
 
 
 def test_advice_on_communication():

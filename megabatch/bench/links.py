@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megabatch.bench.slowest import slowest
 from megabatch.cluster import Cluster
-from megabatch.sync.choice import named
+from megabatch.plans.names import named
 from megabatch.sync.execute import execute
 
 _SMALL, _FIRST, _LARGEST = 4, 64 << 10, 64 << 20  # bytes of a message

@@ -30,8 +30,9 @@ from megabatch.errors import DONE
 from megabatch.launch import run_local
 from megabatch.planner import machine
 from megabatch.plans import PLANS
+from megabatch.plans.names import named
 from megabatch.runs.loggers import environment
-from megabatch.sync.choice import Choice, fastest, named
+from megabatch.sync.choice import Choice, fastest
 from megabatch.sync.execute import execute
 from megabatch.verbs.parsing import parse
 

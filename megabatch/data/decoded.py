@@ -206,7 +206,7 @@ class FromPack:
 def open_pack(config: Config) -> tuple[Decoded, Decoded]:
     """The train and val parts of a pack, from node-local storage where that was asked for."""
     data = config.data
-    pack = Pack(staged(Path(data.path), Path(data.stage)) if data.stage else data.path)
+    pack = Pack(staged(Path(data.path), Path(data.local_copy)) if data.local_copy else data.path)
     for part in ("train", "val"):
         first, last = pack.about.splits.get(part, (0, 0))
         if first == last:

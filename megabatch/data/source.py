@@ -135,6 +135,10 @@ def open_sources(config: Config, data: Any = None) -> tuple[Source, Source]:
             return train, val
         return hold_out(MapStyle(data, config.data.classes), config.data.val_share)
     kind = config.data.kind
+    if config.data.local_copy and kind != "pack":
+        raise UserError(
+            "data.local_copy copies packs, but the images are no pack: make one with megabatch pack"
+        )
     if kind in ("pack", "folder") and config.data.path == "":
         raise UserError(
             "no images were named: give --data.path a pack (FILE.arrow), or a folder with "

@@ -35,7 +35,7 @@ def staged(path: Path, folder: Path) -> Path:
             os.replace(fresh, copy)
     except OSError as error:
         raise UserError(
-            f"the pack cannot be staged in {folder}: {error.strerror or error}; give --data.stage "
-            f"a folder of this node with room for {original.nbytes / 1e9:.1f} GB"
+            f"the pack cannot be staged in {folder}: {error.strerror or error}; give "
+            f"--data.local-copy a folder of this node with room for {original.nbytes / 1e9:.1f} GB"
         ) from None
     return copy

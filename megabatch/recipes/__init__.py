@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megabatch.config import Config
+from megabatch.config import Config, check_setting
 from megabatch.errors import UserError, nearest
 from megabatch.recipes.digits import digits
 from megabatch.recipes.goyal2017 import goyal2017
@@ -31,7 +31,13 @@ BY_BATCH: dict[str, Callable[[int], Config]] = {"mlperf": mlperf}
 
 
 def named(name: str, epochs: float | None = None, batch: int | None = None) -> Config:
-    """The recipe of that name, for another length or batch if one is given."""
+    """The recipe of that name, or the config of a run by its path (RUN/config.json), for another
+    length or batch if one is given."""
+    for setting, value in (("epochs", epochs), ("batch", batch)):
+        if value is not None:
+            check_setting(Config, setting, value)
+    if name.endswith(".json"):
+        return Config.read(name).resized(epochs=epochs, batch=batch)
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}: {nearest(name, RECIPES)}")
     if batch is not None and name in BY_BATCH:
@@ -39,4 +45,15 @@ def named(name: str, epochs: float | None = None, batch: int | None = None) -> C
     return RECIPES[name]().resized(epochs=epochs, batch=batch)
 
 
-__all__ = ["RECIPES", "named", *RECIPES]
+__all__ = [
+    "RECIPES",
+    "digits",
+    "goyal2017",
+    "jia2018",
+    "jia2018_alexnet",
+    "mikami2018",
+    "mlperf",
+    "named",
+    "you2018",
+    "you2018_alexnet",
+]

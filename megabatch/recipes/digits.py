@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megabatch.batch import Stage
-from megabatch.config import Config, Data, LearningRate, Optimizer
+from megabatch.config import Config, Data, LearningRate, OptimizerConfig
 
 
 def digits() -> Config:
@@ -22,11 +22,15 @@ def digits() -> Config:
         micro=16,
         span=16,
         stages=(Stage(8, 128), Stage(14, 256)),
-        follow=True,
+        rate_follows_batch=True,
         label_smoothing=0.1,
         data=Data(source="digits", size=8, channels=1, shift=1),
         lr=LearningRate(reference=64.0, per=256, warmup=2, decay="poly", power=2),
-        optimizer=Optimizer(
-            momentum=0.9, weight_decay=1e-4, trust=0.001, share=0.1, momentum_correction=True
+        optimizer=OptimizerConfig(
+            momentum=0.9,
+            weight_decay=1e-4,
+            trust=0.001,
+            unadapted_rate=0.1,
+            momentum_correction=True,
         ),
     )

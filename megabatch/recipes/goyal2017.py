@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megabatch.config import Config, LearningRate, Optimizer
+from megabatch.config import Config, LearningRate, OptimizerConfig
 from megabatch.recipes.imagenet import crops_by_area
 
 
@@ -30,11 +30,11 @@ def goyal2017() -> Config:
             warmup=5,
             start=0.1,
             decay="steps",
-            at=(30, 60, 80),
-            factor=0.1,
+            drop_at=(30, 60, 80),
+            drop_factor=0.1,
         ),
         # The rate is outside the buffer: the paper's reference form, which needs no correction.
-        optimizer=Optimizer(
+        optimizer=OptimizerConfig(
             momentum=0.9, weight_decay=1e-4, trust=None, nesterov=True, form="pytorch"
         ),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megabatch.config import Config, LearningRate, Optimizer
+from megabatch.config import Config, LearningRate, OptimizerConfig
 from megabatch.recipes.imagenet import crops_by_area
 
 
@@ -28,7 +28,7 @@ def jia2018() -> Config:
         data=crops_by_area(0.08),  # stand-in: Goyal's
         # Stand-ins: MLPerf's reference for 65,536, which decays to epoch 89.
         lr=LearningRate(reference=24.699, per=65536, warmup=31, decay="poly", power=2, end=1e-4),
-        optimizer=Optimizer(
+        optimizer=OptimizerConfig(
             momentum=0.951807, weight_decay=1e-4, trust=0.001, momentum_correction=True
         ),
     )

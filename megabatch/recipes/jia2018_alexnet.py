@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megabatch.config import Config, LearningRate, Optimizer
+from megabatch.config import Config, LearningRate, OptimizerConfig
 from megabatch.recipes.imagenet import crops_of_256
 
 
@@ -27,7 +27,7 @@ def jia2018_alexnet() -> Config:
         loss_scale=None,  # the paper's factor is not known: dynamic
         data=crops_of_256(227),  # stand-in: Caffe's
         # Stand-ins: the solver file of LARS's authors for AlexNet-BN at 32k, the largest batch that
-        # has one, the rate not raised for 64k. `share` is explained in you2018_alexnet.
+        # has one, the rate not raised for 64k. `unadapted_rate` is explained in you2018_alexnet.
         lr=LearningRate(
             reference=32.0,
             per=65536,
@@ -36,7 +36,9 @@ def jia2018_alexnet() -> Config:
             ramp="quadratic",
             decay="poly",
             power=2,
-            whole=True,
+            decay_from_start=True,
         ),
-        optimizer=Optimizer(momentum=0.9, weight_decay=5e-4, trust=0.001, share=0.01),
+        optimizer=OptimizerConfig(
+            momentum=0.9, weight_decay=5e-4, trust=0.001, unadapted_rate=0.01
+        ),
     )

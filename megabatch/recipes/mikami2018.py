@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megabatch.batch import Stage
-from megabatch.config import Config, LearningRate, Optimizer
+from megabatch.config import Config, LearningRate, OptimizerConfig
 from megabatch.recipes.imagenet import crops_by_area
 
 
@@ -28,7 +28,7 @@ def mikami2018() -> Config:
         # Stand-in: a third of the run. Where it grows is free; the rate does not grow with it, as
         # MLPerf's rates for 32k and 64k are nearly the same.
         stages=(Stage(30, 69632),),
-        follow=False,
+        rate_follows_batch=False,
         label_smoothing=0.1,
         bn_momentum=1.0,
         precision="fp16",
@@ -36,7 +36,7 @@ def mikami2018() -> Config:
         data=crops_by_area(0.08),  # stand-in: Goyal's
         # Stand-ins: MLPerf's reference for 32,768; eps is the default of the authors' library.
         lr=LearningRate(reference=21.2, per=32768, warmup=16, decay="poly", power=2, end=1e-4),
-        optimizer=Optimizer(
+        optimizer=OptimizerConfig(
             momentum=0.94, weight_decay=2.5e-5, trust=0.001, eps=1e-6, momentum_correction=True
         ),
     )

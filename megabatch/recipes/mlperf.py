@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import log
 from typing import NamedTuple
 
-from megabatch.config import Config, LearningRate, Optimizer
+from megabatch.config import Config, LearningRate, OptimizerConfig
 from megabatch.recipes.imagenet import crops_by_area
 
 TARGET = 0.759
@@ -66,7 +66,7 @@ def mlperf(batch: int = 3264) -> Config:
         lr=LearningRate(
             reference=row.rate, per=row.batch, warmup=row.warmup, decay="poly", power=2, end=1e-4
         ),
-        optimizer=Optimizer(
+        optimizer=OptimizerConfig(
             momentum=row.momentum,
             weight_decay=row.weight_decay,
             trust=0.001,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megabatch.config import Config, LearningRate, Optimizer
+from megabatch.config import Config, LearningRate, OptimizerConfig
 from megabatch.recipes.imagenet import crops_of_256
 
 
@@ -28,5 +28,5 @@ def you2018() -> Config:
         # code for the same net, batch and length (76.75 %, with crops by area). They belong to a
         # rate outside the buffer; the paper's algorithm has it inside.
         lr=LearningRate(reference=32.0, per=32768, warmup=14, decay="poly", power=2),
-        optimizer=Optimizer(momentum=0.9, weight_decay=1e-4, trust=0.001, form="pytorch"),
+        optimizer=OptimizerConfig(momentum=0.9, weight_decay=1e-4, trust=0.001, form="pytorch"),
     )

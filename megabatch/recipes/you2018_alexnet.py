@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megabatch.config import Config, LearningRate, Optimizer
+from megabatch.config import Config, LearningRate, OptimizerConfig
 from megabatch.recipes.imagenet import crops_of_256
 
 
@@ -13,7 +13,7 @@ def you2018_alexnet() -> Config:
     Published: 2,048 Xeon Platinum 8160 (--micro 16), 100 epochs in 11 minutes, top-1 58.6 %
 
     Batch and epochs are the paper's; rate, ramp and decay are those of the authors' solver file for
-    this net and batch. Only `share` stands in: see the comment.
+    this net and batch. Only `unadapted_rate` stands in: see the comment.
     """
     return Config(
         name="you2018_alexnet",
@@ -31,9 +31,12 @@ def you2018_alexnet() -> Config:
             ramp="quadratic",
             decay="poly",
             power=2,
-            whole=True,  # Caffe's poly counts the ramp: after it the rate goes on at 81 %
+            # Caffe's poly counts the ramp: after it the rate goes on at 81 %.
+            decay_from_start=True,
         ),
         # The authors' code adapts biases too, at 0.006 to 1.3 of the rate in the paper's table of
         # norms. Here biases do not adapt; a hundredth of the rate is at the low end of that.
-        optimizer=Optimizer(momentum=0.9, weight_decay=5e-4, trust=0.001, share=0.01),
+        optimizer=OptimizerConfig(
+            momentum=0.9, weight_decay=5e-4, trust=0.001, unadapted_rate=0.01
+        ),
     )

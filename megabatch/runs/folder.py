@@ -19,19 +19,6 @@ from megabatch.runs.loggers import drop_after, environment
 from megabatch.noise import NoiseScale
 from megabatch.parts import Parts
 
-# What may change when a run is resumed: nothing that shapes its result.
-_FREE = {
-    "eval_every",
-    "save_every",
-    "keep",
-    "target_accuracy",
-    "bucket_mb",
-    "ratio_band",
-    "plan",
-    "wire",
-}
-_FREE_DATA = {"threads", "stage", "resident", "shared", "decode", "path"}
-
 
 @dataclass
 class State:
@@ -84,7 +71,7 @@ class RunFolder:
                 f"or name another --out"
             )
         if written.exists():
-            self._same_run(Config.from_json(written.read_text()))
+            self._same_run(Config.read(written))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             written.write_text(self._config.to_json())
@@ -96,15 +83,12 @@ class RunFolder:
         return checkpoint.newest(self.path / "checkpoints")
 
     def _same_run(self, before: Config) -> None:
-        old, new = asdict(before), asdict(self._config)
-        for name in _FREE_DATA:
-            del old["data"][name], new["data"][name]
-        for name in sorted(old.keys() - _FREE):
-            if old[name] != new[name]:
-                raise UserError(
-                    f"{self.path} was begun with {name} {old[name]} but {new[name]} is asked for "
-                    f"now: resume with the same settings, or name another --out"
-                )
+        difference = before.resume_difference(self._config)
+        if difference is not None:
+            raise UserError(
+                f"{self.path} was begun with {difference}: resume with the same settings, or name "
+                f"another --out"
+            )
 
     def save(self, state: State, parts: Parts, began: float) -> None:
         state.seconds = time.monotonic() - began

@@ -25,6 +25,7 @@ from torch import Tensor
 from megabatch.batch import Step
 from megabatch.config import Config
 from megabatch.runs.verdict import Facts, Waits, verdict
+from megabatch.version import __version__
 
 Band = tuple[float, float]
 
@@ -250,10 +251,8 @@ def show_table(rows: list[tuple[str, str, str]], title: str) -> None:
 
 def environment() -> dict[str, Any]:
     """What a run ran on."""
-    import megabatch
-
     found: dict[str, Any] = {
-        "megabatch": megabatch.__version__,
+        "megabatch": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),

@@ -10,15 +10,16 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from megabatch.errors import UserError, nearest
-from megabatch.plans import PLANS, Phase, Plan, check, through
-from megabatch.plans.phase import Via
+from megabatch.errors import UserError
+from megabatch.plans import Plan, check
+from megabatch.plans.names import check as check_name
+from megabatch.plans.names import named
 
 # Up to so many bytes, that plan; None: all that is larger. Measured between hosts at 200 Mbit/s;
 # `megabatch bench sync` finds the thresholds of another network.
@@ -41,22 +42,6 @@ class Choice:
     def digest(self) -> str:
         """For comparing what two ranks chose."""
         return sha256(repr(self.rows).encode()).hexdigest()
-
-
-def named(name: str, backend: str) -> Plan:
-    """A plan by name, as "torus" or "torus:halving_doubling"; `backend` is gloo or nccl.
-
-    Without a wiring, what a plan leaves to the backend goes by rings of our own on gloo: its
-    reduce-scatter moves as much as an all-reduce.
-    """
-    plan, _, via = name.partition(":")
-    if plan not in PLANS:
-        raise UserError(f"there is no plan {plan!r}: {nearest(plan, PLANS)}")
-    if via and via not in get_args(Via):
-        raise UserError(f"there is no wiring {via!r}: {nearest(via, get_args(Via))}")
-    if via:
-        return through(PLANS[plan], via)  # type: ignore[arg-type]
-    return tuple(_suited(phase, backend) for phase in PLANS[plan])
 
 
 def choose(
@@ -84,8 +69,7 @@ def choose(
                 "thresholds must grow and end with (None, plan), the plan of all larger tensors"
             )
         return Choice(rows)
-    if plan not in PLANS and ":" not in plan:
-        raise UserError(f"there is no plan {plan!r}: {nearest(plan, [*PLANS, 'hybrid', 'auto'])}")
+    check_name(plan)
     return Choice(((None, named(plan, backend)),))
 
 
@@ -121,8 +105,3 @@ def fastest(rows: Iterable[Mapping[str, Any]]) -> Choice:
     limits = [math.isqrt(a * b) for a, b in pairwise(sizes)]
     plans = [named(best[size]["plan"], "gloo") for size in sizes]
     return Choice(tuple(zip([*limits, None], plans, strict=True)))
-
-
-def _suited(phase: Phase, backend: str) -> Phase:
-    ours = backend == "gloo" and phase.via == "backend"
-    return replace(phase, via="ring") if ours else phase

@@ -73,7 +73,7 @@ def run(arguments: list[str]) -> int:
     if arguments[0] == "published":
         return _published(parse(PublishedFlags, "plan published", arguments[1:]))
     flags = parse(PlanFlags, f"plan {arguments[0]}", arguments[1:])
-    config = _config(arguments[0], flags.epochs, flags.batch)
+    config = recipes.named(arguments[0], flags.epochs, flags.batch)
     model = workload.load(flags.workload) if flags.workload else workload.workload_of(config)
     found = _found(config, model, flags)
     result: dict[str, Any] = {
@@ -91,18 +91,6 @@ def run(arguments: list[str]) -> int:
     if flags.json:
         print(json.dumps(result), flush=True)
     return DONE
-
-
-def _config(name: str, epochs: float | None, batch: int | None) -> Config:
-    """A recipe, or the config.json of a run."""
-    if not name.endswith(".json"):
-        return recipes.named(name, epochs, batch)
-    try:
-        return Config.from_json(Path(name).read_text()).resized(epochs=epochs, batch=batch)
-    except OSError as error:
-        raise UserError(f"the config {name} cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{name} is not the config of a run: {error}") from None
 
 
 def _found(config: Config, model: workload.Workload, flags: PlanFlags) -> list[Forecast]:

@@ -1,4 +1,4 @@
-"""megabatch train RECIPE: on local workers, or as one worker of a launcher's."""
+"""megabatch train RECIPE|RUN/config.json: on local workers, or as one worker of a launcher's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megabatch.cluster import Cluster, under_launcher
 from megabatch.config import Config
 from megabatch.errors import DONE, STOPPED, UserError
 from megabatch.launch import run_local
-from megabatch.verbs.parsing import parse
+from megabatch.verbs.parsing import parse, parse_some
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,14 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Size:
+    """The settings that change a whole recipe."""
+
+    epochs: float | None = None
+    batch: int | None = None
+
+
+@dataclass(frozen=True)
 class TrainFlags:
     launch: Annotated[Launch, tyro.conf.arg(name="")]
     config: Annotated[Config, tyro.conf.arg(name="")]
@@ -48,8 +56,9 @@ def run(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         if "-h" in arguments or "--help" in arguments:
             return _help()
-        raise UserError(f"train needs a recipe: one of {', '.join(recipes.RECIPES)}")
-    config, launch = _flags(arguments[0], arguments[1:])
+        known = ", ".join(recipes.RECIPES)
+        raise UserError(f"train needs a recipe: one of {known}, or the config.json of a run")
+    config, launch = read_flags(arguments[0], arguments[1:])
     if launch.resume and launch.out is None:
         raise UserError("--resume needs --out: name the folder of the run that is to go on")
     out = launch.out or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -84,19 +93,13 @@ def train_here(
         cluster.leave()
 
 
-def _flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
-    def read(config: Config) -> TrainFlags:
-        return parse(TrainFlags, f"train {name}", arguments, TrainFlags(Launch(), config))
-
-    recipe = recipes.named(name)
-    asked = read(recipe).config
-    changed = {
-        field: getattr(asked, field)
-        for field in ("epochs", "batch")
-        if getattr(asked, field) != getattr(recipe, field)
-    }
+def read_flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
+    """The config and the launch that `megabatch train NAME ...` asks for."""
+    words = f"train {name}"
+    size = parse_some(Size, words, arguments)
     # Another length or batch stretches the whole recipe; what is given explicitly still wins.
-    flags = read(recipes.named(name, **changed))
+    recipe = recipes.named(name, size.epochs, size.batch)
+    flags = parse(TrainFlags, words, arguments, TrainFlags(Launch(), recipe))
     return flags.config.check(), flags.launch
 
 
@@ -126,7 +129,7 @@ def _say(summary: dict[str, Any]) -> None:
 
 
 def _help() -> int:
-    print("usage: megabatch train RECIPE [OPTIONS]\n\nrecipes:")
+    print("usage: megabatch train RECIPE|RUN/config.json [OPTIONS]\n\nrecipes:")
     for name, recipe in recipes.RECIPES.items():
         print(f"  {name:18} {(recipe.__doc__ or '').strip().splitlines()[0]}")
     print("\nmegabatch train RECIPE --help lists the options with the recipe's values.")

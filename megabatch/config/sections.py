@@ -1,0 +1,240 @@
+"""The sections of the config: data, learning rate, optimizer and noise, each checking itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from megabatch import schedule
+from megabatch.config.settings import check_settings, need, setting
+from megabatch.schedule import Schedule, linear_scaling
+
+EPOCHS = 1e9
+"""the longest run, in epochs"""
+IMAGES = 10**9
+"""the most images of a batch or of a synthetic set"""
+
+
+@dataclass(frozen=True)
+class Data:
+    source: Literal["digits", "synthetic", "folder", "pack", "own"] = setting("digits")
+    """digits (in scikit-learn), synthetic, folder (or another data set as it is published), pack
+    (made by megabatch pack), own (from Python); a path alone is enough for folder and pack"""
+    path: str = setting("", may_change=True)
+    """a pack (FILE.arrow), or a folder of images: train/CLASS/*, val/CLASS/*"""
+    local_copy: str = setting("", may_change=True)
+    """copy the pack into this folder of node-local storage first, once a node"""
+    size: int = setting(8, least=1, most=10_000)
+    """side of the square images the model sees, in pixels"""
+    channels: int = setting(1, least=1, most=3)
+    """1 grey, 3 colour"""
+    images: int = setting(1024, least=2, most=IMAGES)
+    """how many images a synthetic set has"""
+    classes: int = setting(10, least=1, most=1e6)
+    """how many classes a synthetic set has"""
+    val_share: float = setting(0.2, above=0, below=1, hint="give a share, 0.2 say")
+    """share held out, chosen by hash, where the source has no val part of its own"""
+    crop_area: tuple[float, float] = setting((1.0, 1.0), above=0, most=1)
+    """random crops cover this share of the image's area, from and to"""
+    crop_aspect: tuple[float, float] = setting((3 / 4, 4 / 3), least=0.01, most=100)
+    """width over height of a random crop, from and to"""
+    scale: tuple[int, int] = setting((0, 0), least=0, most=100_000)
+    """instead of crops by area: shorter side drawn from and to (256 480), then a random square of
+    size (0 0: off)"""
+    flip: bool = setting(False)
+    """mirror half of the images"""
+    shift: int = setting(0, least=0, most=10_000)
+    """move images by up to so many pixels each way"""
+    jitter: tuple[float, float, float] = setting((0.0, 0.0, 0.0), least=0, below=1)
+    """strength of random brightness, contrast and saturation (0.4 0.4 0.4, say; 0: none)"""
+    lighting: float = setting(0.0, least=0, most=10)
+    """strength of random light along the principal components of ImageNet's colours (0.1, say)"""
+    resize: int = setting(0, least=0, most=100_000)
+    """for evaluation: shorter side before the centre crop (0: size * 8 / 7)"""
+    threads: int = setting(0, least=0, most=1024, may_change=True)
+    """threads or processes a worker decodes images with (0: its share of the cores)"""
+    processes: Literal["auto", "always", "never"] = setting("auto", may_change=True)
+    """decode in processes beside the one that trains (auto: where there is enough to read), or in
+    its threads"""
+    resident: Literal["auto", "always", "never"] = setting("auto", may_change=True)
+    """images of one size that fit live in the GPU's memory (auto), must (always) or do not"""
+    shared: Literal["auto", "always", "never"] = setting("auto", may_change=True)
+    """a pack too large for a node's memory is shared out over all workers' (auto), is always, or
+    never"""
+    decode: Literal["auto", "cpu", "gpu"] = setting("auto", may_change=True)
+    """where JPEGs are decoded (auto: on the GPU if nvJPEG is there and was faster in a trial)"""
+
+    @property
+    def kind(self) -> str:
+        """What is opened: the path decides where there is one."""
+        if self.path == "" or self.source == "own":
+            return self.source
+        packed = self.path.endswith(".arrow") or os.path.isfile(self.path)
+        return "pack" if packed and ".tar" not in self.path else "folder"
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        check_settings(self, "data.")
+        need(
+            self.channels in (1, 3),
+            f"data.channels is {self.channels}; it is 1 (grey) or 3 (colour)",
+        )
+        need(
+            self.crop_area[0] <= self.crop_area[1],
+            f"data.crop_area is {self.crop_area}; give two shares, the smaller first, 0.08 1 say",
+        )
+        need(
+            self.crop_aspect[0] <= self.crop_aspect[1],
+            f"data.crop_aspect is {self.crop_aspect}; give two ratios, the smaller first, 0.75 "
+            f"1.33 say",
+        )
+        need(
+            self.scale == (0, 0) or self.size <= self.scale[0] <= self.scale[1],
+            f"data.scale is {self.scale}; give two lengths of the shorter side, the smaller first "
+            f"and at least data.size ({self.size}), 256 480 say, or 0 0 for none",
+        )
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    reference: float = setting(0.1, least=0, most=1e6)
+    """the rate that is right for `per` images"""
+    per: int | None = setting(256, least=1, most=IMAGES)
+    """images the reference is for; the peak is reference * batch / per (None: the reference
+    itself)"""
+    warmup: float = setting(5.0, least=0, most=EPOCHS)
+    """epochs of gradual warm-up"""
+    start: float = setting(0.0, least=0, most=1e6)
+    """rate at the first step of the warm-up"""
+    ramp: Literal["linear", "quadratic"] = setting("linear")
+    """shape of the warm-up"""
+    decay: Literal["poly", "cosine", "steps", "constant"] = setting("poly")
+    """shape of what follows the warm-up, to the end of the run"""
+    power: float = setting(2.0, above=0, most=100)
+    """of the polynomial decay"""
+    decay_from_start: bool = setting(False)
+    """the polynomial counts from the first step of the run, as Caffe's does, not from the
+    warm-up's end"""
+    drop_at: tuple[float, ...] = setting((), above=0, most=EPOCHS)
+    """epochs of the run at which `steps` lowers the rate"""
+    drop_factor: float = setting(0.1, above=0, most=1)
+    """by which `steps` multiplies the rate"""
+    end: float = setting(0.0, least=0, most=1e6)
+    """rate at the end of a polynomial or cosine decay"""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        check_settings(self, "lr.")
+        need(
+            self.decay != "steps" or len(self.drop_at) > 0,
+            "lr.decay is steps but lr.drop_at names no epochs: give --lr.drop-at 30 60 80, say",
+        )
+        need(
+            all(a < b for a, b in itertools.pairwise((self.warmup, *self.drop_at)))
+            or self.decay != "steps",
+            f"lr.drop_at is {self.drop_at}; give epochs after the warm-up ({self.warmup:g}), each "
+            f"later than the one before it",
+        )
+
+    def stretched(self, by: float) -> LearningRate:
+        """The same shape for a run so many times as long."""
+        return dataclasses.replace(
+            self, warmup=self.warmup * by, drop_at=tuple(epoch * by for epoch in self.drop_at)
+        )
+
+    def over(self, batch: int, epochs: float) -> Schedule:
+        """The schedule of a run of so many epochs that begins with this global batch."""
+        peak = linear_scaling(self.reference, batch, self.per)
+        rest = epochs - self.warmup
+        decay: schedule.Piece
+        if self.decay == "poly":
+            skip = self.warmup if self.decay_from_start else 0.0
+            decay = schedule.Poly(rest, self.power, peak, self.end, skip)
+        elif self.decay == "cosine":
+            decay = schedule.Cosine(rest, peak, self.end)
+        elif self.decay == "steps":
+            drops = tuple(epoch - self.warmup for epoch in self.drop_at)
+            decay = schedule.StepDecay(drops, self.drop_factor, peak)
+        else:
+            decay = schedule.Constant(rest, peak)
+        if self.warmup == 0:
+            return decay
+        return schedule.join(schedule.Warmup(self.warmup, peak, self.start, self.ramp), decay)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: Literal["lars", "lamb"] = setting("lars")
+    """lars (with trust None: SGD; with a policy: LARC) or lamb"""
+    momentum: float = setting(0.9, least=0, below=1)
+    """a stage of the batch may set its own"""
+    weight_decay: float = setting(5e-5, least=0, most=1e3)
+    """on weights of convolutions and linear layers; never on biases and batch norm"""
+    trust: float | None = setting(0.001, least=0, most=1e3)
+    """LARS's trust coefficient (None: no adaptation, plain SGD)"""
+    policy: Literal["lars", "clip", "scale"] = setting("lars")
+    """clip and scale are LARC's: decay left out of the ratio; clip never raises the rate"""
+    eps: float = setting(0.0, least=0, most=1e3)
+    """added to the denominator of LARS's ratio"""
+    nesterov: bool = setting(False)
+    """Nesterov's momentum"""
+    form: Literal["paper", "pytorch"] = setting("paper")
+    """paper: the rate inside the momentum buffer; pytorch: outside"""
+    momentum_correction: bool = setting(False)
+    """paper form: scale the buffer when the rate moves, as Goyal asks"""
+    unadapted_rate: float = setting(1.0, least=0, most=1e3)
+    """rate of biases and batch norm, which do not adapt, as a multiple of the others'"""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        check_settings(self, "optimizer.")
+        need(
+            not self.momentum_correction or self.form == "paper",
+            "momentum_correction belongs to --optimizer.form paper: "
+            "in the pytorch form the rate is not in the buffer and there is nothing to correct",
+        )
+        if self.name == "lamb":
+            self._check_lamb()
+
+    def _check_lamb(self) -> None:
+        """LAMB has its own ratio and Adam's averages: what belongs to LARS would be ignored."""
+        for one in dataclasses.fields(self):
+            if one.name not in ("trust", "policy", "nesterov", "form", "momentum_correction"):
+                continue
+            value, usual = getattr(self, one.name), one.default
+            flag = one.name.replace("_", "-")
+            remedy = f"no-{flag}" if usual is False else f"{flag} {usual}"
+            need(
+                value == usual,
+                f"lamb has no {one.name}, which is {value} here: leave it away, or give "
+                f"--optimizer.{remedy}",
+            )
+
+
+@dataclass(frozen=True)
+class Noise:
+    follow: bool = setting(False)
+    """the batch follows the gradient noise scale, by doubling and halving, within bounds"""
+    least: int = setting(0, least=0, most=IMAGES)
+    """smallest batch (0: the config's)"""
+    most: int = setting(0, least=0, most=IMAGES)
+    """largest batch (0: eight times the config's)"""
+    multiple: float = setting(1.0, above=0, most=1e6)
+    """the batch aimed at, as a multiple of the noise scale"""
+    memory: float = setting(0.95, least=0, below=1)
+    """decay a step of the two moving averages whose ratio is the noise scale"""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        check_settings(self, "noise.")

@@ -1,0 +1,3 @@
+"""The version of megabatch, told once."""
+
+__version__ = "0.1.0"
