@@ -40,7 +40,7 @@ class Data:
     """how many images a synthetic set has"""
     classes: int = 10
     """how many classes a synthetic set has"""
-    val_share: float = 0.2
+    val_share: float = 0.1
     """share held out, chosen by hash, where the source has no val part of its own"""
     crop_area: tuple[float, float] = (1.0, 1.0)
     """random crops cover this share of the image's area, from and to"""
@@ -69,8 +69,9 @@ class Data:
     shared: Literal["auto", "always", "never"] = "auto"
     """a pack too large for a node's memory is shared out over all workers' (auto), is always, or
     never"""
-    decode: Literal["auto", "cpu", "gpu"] = "auto"
-    """where JPEGs are decoded (auto: on the GPU if nvJPEG is there and was faster in a trial)"""
+    skip_bad: int = 0
+    """from a folder: so many unreadable images may be left out, all of which are looked for before
+    the first step; with more there is no run"""
 
     @property
     def kind(self) -> str:
@@ -430,7 +431,7 @@ class Config:
             data.channels in (1, 3),
             f"data.channels is {data.channels}; it is 1 (grey) or 3 (colour)",
         )
-        need(0 < data.val_share < 1, f"data.val_share is {data.val_share:g}; give a share, 0.2 say")
+        need(0 < data.val_share < 1, f"data.val_share is {data.val_share:g}; give a share, 0.1 say")
         need(
             0 < data.crop_area[0] <= data.crop_area[1] <= 1,
             f"data.crop_area is {data.crop_area}; give two shares, the smaller first, 0.08 1 say",
@@ -450,6 +451,12 @@ class Config:
             f"data.jitter is {data.jitter}; give three strengths of at least 0 and below 1",
         )
         need(data.lighting >= 0, f"data.lighting is {data.lighting:g}; it cannot be negative")
+        need(data.skip_bad >= 0, f"data.skip_bad is {data.skip_bad}; give a number, or 0")
+        need(
+            data.skip_bad == 0 or data.kind == "folder",
+            "data.skip_bad leaves unreadable images of a folder out; for packs megabatch pack has "
+            "--skip-bad",
+        )
         need(data.threads >= 0, f"data.threads is {data.threads}; give a number, or 0 for all")
         need(data.shift >= 0, f"data.shift is {data.shift}; it cannot be negative")
 

@@ -30,7 +30,7 @@ _FREE = {
     "plan",
     "wire",
 }
-_FREE_DATA = {"threads", "stage", "resident", "shared", "decode", "path"}
+_FREE_DATA = {"threads", "stage", "resident", "shared", "path"}
 
 
 @dataclass
