@@ -30,12 +30,11 @@ from megabatch.batch import steps
 from megabatch.bench.rivals import rate_of
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
-from megabatch.data.encode import Encoding
+from megabatch.data.jpeg import Encoding
 from megabatch.data.loader import Loader
+from megabatch.data.opening import open_sources
 from megabatch.data.origins import open_origin
 from megabatch.data.packing import pack
-from megabatch.data.source import open_sources
-from megabatch.errors import UserError
 from megabatch.runs.verdict import Clock, Facts, verdict
 
 CORES = len(os.sched_getaffinity(0))
@@ -124,16 +123,11 @@ def check(packs: dict[str, Path], device: Cluster) -> dict[str, float]:
     for name, changes in (
         ("256", {}),
         ("256", {"jitter": (0.4, 0.4, 0.4), "lighting": 0.1}),
-        ("256", {"decode": "gpu"}),
         ("raw 64", {"resident": "always", "size": 64}),
     ):
         config = config_of(packs[name], 64, **changes)
-        plain = replace(config, data=replace(config.data, decode="cpu", resident="never"))
-        try:
-            on_device, on_host = first_images(config, device), first_images(plain, HOST)
-        except UserError as error:
-            print(error)
-            continue
+        plain = replace(config, data=replace(config.data, resident="never"))
+        on_device, on_host = first_images(config, device), first_images(plain, HOST)
         assert torch.equal(on_device.labels.cpu(), on_host.labels)
         difference = (on_device.images.cpu() - on_host.images).abs() * 0.225 * 255
         label = f"{name} {changes or ''}".strip()
@@ -145,7 +139,7 @@ def check(packs: dict[str, Path], device: Cluster) -> dict[str, float]:
 
 def first_images(config: Config, cluster: Cluster):
     train, _ = open_sources(config)
-    with contextlib.closing(Loader(train, None, config, cluster, torch.float32)) as loader:
+    with Loader(train, None, config, cluster, torch.float32) as loader:
         step = next(steps(config.all_stages, len(train), config.epochs))
         return next(loader.share(step))
 
@@ -158,7 +152,6 @@ def contenders(packs: dict[str, Path], micro: int) -> dict[str, Contender]:
         "256 px pack, all cores": Contender(config_of(packs["256"], micro)),
         "256 px pack, 8 cores": Contender(config_of(packs["256"], micro), cores=8),
         "256 px pack, threads": Contender(config_of(packs["256"], micro, processes="never")),
-        "256 px pack, nvJPEG": Contender(config_of(packs["256"], micro, decode="gpu")),
         "originals, all cores": Contender(config_of(packs["originals"], micro)),
         "raw 256 px": Contender(config_of(packs["raw 256"], micro)),
         "raw 256 px, resident": Contender(config_of(packs["raw 256"], micro, resident="always")),
@@ -180,20 +173,16 @@ class Contender:
         os.sched_setaffinity(0, sorted(allowed)[: self.cores])
         try:
             train, _ = open_sources(self.config)
-            loader = Loader(train, None, self.config, device, torch.float32)
-            with contextlib.closing(loader):
+            with Loader(train, None, self.config, device, torch.float32) as loader:
                 yield loader, len(train)
         finally:
             os.sched_setaffinity(0, allowed)
 
 
-def measure(name: str, contender: Contender, device: Cluster, seconds: float) -> float | str:
-    try:
-        with contender.loader(device) as (loader, images):
-            counts = (len(batch.images) for batch in batches(loader, contender.config, images))
-            rate = rate_of(counts, seconds, device.device)
-    except UserError as error:
-        return str(error)
+def measure(name: str, contender: Contender, device: Cluster, seconds: float) -> float:
+    with contender.loader(device) as (loader, images):
+        counts = (len(batch.images) for batch in batches(loader, contender.config, images))
+        rate = rate_of(counts, seconds, device.device)
     print(f"{name}: {rate:,.0f} images/s", flush=True)
     return round(rate)
 

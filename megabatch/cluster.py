@@ -96,6 +96,16 @@ class Cluster:
         decision: T = said[0]
         return decision
 
+    def gather(self, mine: T) -> list[T]:
+        """What each worker has, by rank, on every worker."""
+        if self.world == 1:
+            return [mine]
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, mine)
+        return found
+
     def leave(self) -> None:
         """End the process group; while an error is on its way out, leave that to the process's end.
 

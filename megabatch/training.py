@@ -20,7 +20,8 @@ from megabatch.batchnorm import move_averages, statistics
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.loader import Loader, MicroBatch
-from megabatch.data.source import Source, open_sources
+from megabatch.data.opening import open_sources
+from megabatch.data.source import Source
 from megabatch.errors import RunFailed, UserError
 from megabatch.keyed import Purpose, keyed, set_positions
 from megabatch.noise import following_batch
@@ -77,7 +78,7 @@ def train(
     with contextlib.ExitStack() as ending:
         ending.enter_context(compute_settings(config, cluster))
         stop_asked = ending.enter_context(stop_requests())
-        train_set, val_set = open_sources(config, data)
+        train_set, val_set = open_sources(config, data, cluster)
         images, total = len(train_set), config.epochs * len(train_set)
         parts = assemble(config, cluster, train_set.classes, model)
         folder = RunFolder(None if out is None else Path(out), config, cluster)
@@ -90,6 +91,8 @@ def train(
         facts = _facts(config, cluster, train_set, loader)
         ending.callback(log.close)
         ending.callback(loader.close)
+        for note in train_set.notes:
+            log.say(note)
         if state.seen:
             log.say(f"resumed at step {state.steps}, epoch {state.seen / images:.2f}")
 
@@ -196,7 +199,7 @@ def _facts(config: Config, cluster: Cluster, source: Source, loader: Loader) -> 
         cores=max(1, len(os.sched_getaffinity(0)) // cluster.local_world),
         size=config.data.size,
         packed=config.data.kind == "pack",
-        stored_size=getattr(source, "stored_size", None),
+        stored_size=source.stored_size,
         world=cluster.world,
         micros_a_worker=config.batch / config.micro / cluster.world,
         wire=config.wire,
@@ -251,7 +254,7 @@ def evaluate(
         raise UserError(f"{run} has no good checkpoint to evaluate")
     cluster = cluster or Cluster.from_env()
     with compute_settings(config, cluster):
-        _, val_set = open_sources(config, data)
+        _, val_set = open_sources(config, data, cluster, training=False)
         parts = assemble(config, cluster, val_set.classes, model)
         checkpoint.load_weights(found, parts.net)
         parts.load(checkpoint.load_extra(found))

@@ -6,7 +6,7 @@ import io
 import numpy
 from PIL import Image
 
-from megabatch.data.encode import Encoding
+from megabatch.data.jpeg import Encoding
 from megabatch.data.origins import open_origin
 from megabatch.data.packing import pack
 

@@ -26,11 +26,10 @@ from megabatch.data.crop import (
     scale_boxes,
 )
 from megabatch.data.decoded import with_channels
-from megabatch.data.encode import Encoding
-from megabatch.data.jpeg import Scratch, head_of, region
+from megabatch.data.jpeg import Encoding, Workspace, head_of, region
+from megabatch.data.opening import open_sources
 from megabatch.data.origins import open_origin
 from megabatch.data.packing import pack
-from megabatch.data.source import open_sources
 from megabatch.errors import UserError
 
 PHOTOS = Data(size=16, channels=3, crop_area=(0.08, 1.0), flip=True)
@@ -124,7 +123,7 @@ def test_large_jpegs_are_decoded_small_when_the_crop_stays_large_enough():
     data, box = simplejpeg.encode_jpeg(ramp, 95), [20, 30, 180, 190]
     exact, fast = (torch.empty(3, 16, 16, dtype=torch.uint8) for _ in range(2))
     for factor, out in ((1, exact), (8, fast)):
-        bring_to_size(region(data, head_of(data), box, 3, factor, Scratch(), False), out)
+        bring_to_size(region(data, head_of(data), box, 3, factor, Workspace(), False), out)
     # Half a pixel of the scaled picture is 4 of the whole one: 4 steps of the ramp.
     assert 0 < (exact.int() - fast.int()).abs().max() <= 6
 

@@ -24,13 +24,12 @@ from megabatch.batch import Step, steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.crop import crop_draws
-from megabatch.data.jpeg import Scratch, head_of, pixels, region
+from megabatch.data.jpeg import Workspace, head_of, pixels, region
 from megabatch.data.loader import Loader
+from megabatch.data.opening import open_sources
 from megabatch.data.packfile import Pack
 from megabatch.data.pool import TRAINING, Decoders
-from megabatch.data.room import Layout
-from megabatch.data.slots import Slots
-from megabatch.data.source import open_sources
+from megabatch.data.slots import Layout, Slots
 from megabatch.errors import RunFailed, UserError
 
 PHOTOS = Data(size=12, channels=3, crop_area=(0.2, 1.0), flip=True, threads=2, processes="always")
@@ -283,7 +282,7 @@ def test_processes_are_started_where_there_is_enough_to_read(packs):
 def test_a_slot_is_free_again_when_the_last_tensor_on_it_is_gone():
     slots = Slots(Layout("numbers", 4, 2, 1), 2, pinned=False)
     slot = slots.take()
-    room = slots.room(slot, 3)
+    room = slots.buffer(slot, 3)
     part = room.images[1:]
     del room
     gc.collect()
@@ -291,7 +290,7 @@ def test_a_slot_is_free_again_when_the_last_tensor_on_it_is_gone():
     del part
     gc.collect()
     assert slot in slots._free
-    kept = [slots.room(slots.take(), 3) for _ in range(20)]
+    kept = [slots.buffer(slots.take(), 3) for _ in range(20)]
     assert slots.free == 2  # those for reading: what is kept beyond the few is a copy
     del kept
     gc.collect()
@@ -310,7 +309,7 @@ def test_a_layout_keeps_images_labels_and_shapes_apart(form):
         room.shapes.copy_(torch.arange(8).view(4, 2))
         assert room.shapes.tolist() == torch.arange(8).view(4, 2).tolist()
     assert room.labels.tolist() == [-2, -1, 0, 1] and (room.images == 7).all()
-    assert room.part(1, 3).labels.tolist() == [-1, 0]
+    assert room.rows(1, 3).labels.tolist() == [-1, 0]
     whole = Layout(form, 5, 3, 3, torch.float64).views(memory, 5)
     assert (whole.images[4] == 0).all() and whole.labels[4] == 0
 
@@ -320,12 +319,12 @@ def test_crops_are_sent_as_they_are_unless_they_are_too_large(packs):
     train, _ = open_sources(config)
     layout = Layout("crops", 40, 32, 3)
     with_processes = Decoders(config, layout, 1, 3, pinned=False)
-    room = with_processes.part(TRAINING).submit(0, 40).result()
+    room = with_processes.split(TRAINING).submit(0, 40).result()
     sizes = {tuple(shape) for shape in room.shapes.tolist()}
     areas = [height * width * 3 for height, width in sizes]
     assert max(areas) <= layout.image_bytes and len(sizes) > 10 and (32, 32) in sizes
     from megabatch.data.crop import bring_to_size
-    from megabatch.data.work import Order
+    from megabatch.data.source import Order
 
     order, positions = Order(config.seed, len(train), True), torch.arange(40)
     expected, labels = train.read(order.indices(positions), order.draws(positions))
@@ -365,8 +364,8 @@ def test_what_is_not_decoded_below_a_crop_changes_nothing_above(mode, options):
         whole = pixels(data, 3, factor)
         for lower in {*range(1, 204, 9), 16, 32, 15, 31, 17, 203}:
             box = [3, int(generator.integers(0, lower)), 140, lower]
-            found = region(data, head, box, 3, factor, Scratch(), trusted=True)
-            again = region(data, head, box, 3, factor, Scratch(), trusted=False)
+            found = region(data, head, box, 3, factor, Workspace(), trusted=True)
+            again = region(data, head, box, 3, factor, Workspace(), trusted=False)
             assert numpy.array_equal(found, again)
             upper = round(box[1] * whole.shape[0] / 203)
             assert numpy.array_equal(
@@ -381,11 +380,11 @@ def test_what_is_not_trusted_is_decoded_to_its_end():
     data = bytearray(simplejpeg.encode_jpeg(pictures.pixels(1, 200, 200)))
     data[-400:-300] = bytes(100)
     head = head_of(data)
-    assert region(data, head, [0, 0, 50, 20], 3, 1, Scratch(), trusted=True).shape == (20, 50, 3)
+    assert region(data, head, [0, 0, 50, 20], 3, 1, Workspace(), trusted=True).shape == (20, 50, 3)
     from megabatch.data.jpeg import BadImage
 
     with pytest.raises(BadImage):
-        region(data, head, [0, 0, 50, 20], 3, 1, Scratch(), trusted=False)
+        region(data, head, [0, 0, 50, 20], 3, 1, Workspace(), trusted=False)
 
 
 def test_a_jpeg_in_a_folder_is_trusted_once_it_was_found_whole(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The loader: every image once an epoch, one order for any number of workers, from any position."""
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -13,13 +14,13 @@ from megabatch.batch import Stage, Step, steps
 from megabatch.cli import main
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
-from megabatch.data.encode import Encoding
+from megabatch.data.jpeg import Encoding
 from megabatch.data.loader import Loader
+from megabatch.data.opening import open_sources, staged
 from megabatch.data.origins import open_origin
 from megabatch.data.packfile import Pack
 from megabatch.data.packing import pack
-from megabatch.data.source import Memory, open_sources
-from megabatch.data.stage import staged
+from megabatch.data.source import Memory
 from megabatch.errors import UserError
 
 PHOTOS = Data(size=12, channels=3, crop_area=(0.2, 1.0), flip=True, threads=2)
@@ -40,19 +41,19 @@ class Numbered(Memory):
 
 def stream(source, config, world, at=(0, 0)):
     """Of each step on: step -> [(position, label), ...] over all workers."""
-    loaders = [
-        Loader(source, None, config, worker(rank, world), torch.float32) for rank in range(world)
-    ]
     found = {}
-    for step in steps(config.all_stages, len(source), config.epochs, *at):
-        rows = []
-        for loader in loaders:
-            for micro in loader.share(step):
-                assert micro.first == int(micro.positions[0])
-                rows += zip(micro.positions.tolist(), micro.labels.tolist(), strict=True)
-        found[step.index] = (step, sorted(rows))
-    for loader in loaders:
-        loader.close()
+    with contextlib.ExitStack() as ending:
+        loaders = [
+            ending.enter_context(Loader(source, None, config, worker(r, world), torch.float32))
+            for r in range(world)
+        ]
+        for step in steps(config.all_stages, len(source), config.epochs, *at):
+            rows = []
+            for loader in loaders:
+                for micro in loader.share(step):
+                    assert micro.first == int(micro.positions[0])
+                    rows += zip(micro.positions.tolist(), micro.labels.tolist(), strict=True)
+            found[step.index] = (step, sorted(rows))
     return found
 
 
@@ -123,15 +124,15 @@ def packs(tmp_path_factory):
 def read(path, world=1, at=(0, 0), **data):
     config = replace(CONFIG, epochs=2, data=replace(PHOTOS, path=str(path), **data))
     train, _ = open_sources(config)
-    loaders = [
-        Loader(train, None, config, worker(rank, world), torch.float32) for rank in range(world)
-    ]
     found = []
-    for step in steps(config.all_stages, len(train), config.epochs, *at):
-        for loader in loaders:
-            found += [(micro.first, micro.images, micro.labels) for micro in loader.share(step)]
-    for loader in loaders:
-        loader.close()
+    with contextlib.ExitStack() as ending:
+        loaders = [
+            ending.enter_context(Loader(train, None, config, worker(r, world), torch.float32))
+            for r in range(world)
+        ]
+        for step in steps(config.all_stages, len(train), config.epochs, *at):
+            for loader in loaders:
+                found += [(micro.first, micro.images, micro.labels) for micro in loader.share(step)]
     found.sort(key=lambda row: row[0])
     return torch.cat([images for _, images, _ in found]), torch.cat([row[2] for row in found])
 
@@ -165,8 +166,6 @@ def test_resident_images_are_the_same_but_for_rounding(packs):
 
 
 def test_what_cannot_be_resident_says_why(packs, tmp_path):
-    with pytest.raises(UserError, match=r"data\.decode is gpu, but this worker has none"):
-        read(packs / "jpeg.arrow", decode="gpu")
     with pytest.raises(UserError, match=r"data\.resident is for packs"):
         read(packs / "set", resident="always")
     root = pictures.folder(tmp_path / "set", each=2, val=1)

@@ -23,14 +23,13 @@ from PIL import Image
 from pyarrow import parquet
 
 from megabatch.cli import main
-from megabatch.data import packing, packwriter
-from megabatch.data.encode import Encoding
+from megabatch.data import arrow, packing
+from megabatch.data.arrow import Index
+from megabatch.data.jpeg import Encoding
 from megabatch.data.jpeg import pixels as decoded
 from megabatch.data.origins import open_origin
-from megabatch.data.packfile import About, Pack, PackError
+from megabatch.data.packfile import About, Pack, PackError, verify
 from megabatch.data.packing import pack
-from megabatch.data.packwriter import Index
-from megabatch.data.verify import verify
 from megabatch.errors import UserError
 
 
@@ -659,7 +658,7 @@ def sparse_pack(path, images, each):
         file.seek(images * each, os.SEEK_CUR)
 
     with open(path, "wb") as file:
-        packwriter.write(file, about, index, skip_over)
+        arrow.write(file, about, index, skip_over)
 
 
 # What a process and those it started hold beside mapped files, in bytes.
@@ -687,7 +686,7 @@ from megabatch.config import Config, Data
 from megabatch.cluster import Cluster
 from megabatch.batch import Step
 from megabatch.data.loader import Loader
-from megabatch.data.source import open_sources
+from megabatch.data.opening import open_sources
 before = held(os.getpid())
 data = Data(path={str(tmp_path / "a.arrow")!r}, size=8, channels=3, threads=2)
 config = Config(batch=64, micro=32, data=data, epochs=20).check()

@@ -20,11 +20,11 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data import shared
 from megabatch.data.loader import Loader
+from megabatch.data.opening import open_sources
 from megabatch.data.packfile import Pack
 from megabatch.data.pool import TRAINING, VALIDATION, Decoders
-from megabatch.data.received import Areas, FromArea
-from megabatch.data.room import Layout
-from megabatch.data.source import open_sources
+from megabatch.data.shared import Areas, FromArea
+from megabatch.data.slots import Layout
 from megabatch.errors import UserError
 from megabatch.keyed import shuffled
 
@@ -239,7 +239,7 @@ def expected_labels(source, positions):
 
 def test_only_what_was_not_received_yet_is_held_back(exchanging):
     source, decoders = exchanging
-    training, validation = decoders.part(TRAINING), decoders.part(VALIDATION)
+    training, validation = decoders.split(TRAINING), decoders.split(VALIDATION)
     slots = decoders.slots.free
     held, cancelled = training.submit(0, 4), training.submit(4, 4)
     assert decoders._held == [held, cancelled] and not held.done()
@@ -257,7 +257,7 @@ def test_only_what_was_not_received_yet_is_held_back(exchanging):
 
 def test_an_exchange_that_failed_is_reported_by_what_needs_it(exchanging):
     source, decoders = exchanging
-    batch = decoders.part(TRAINING).submit(0, 4)
+    batch = decoders.split(TRAINING).submit(0, 4)
     source.first.set_exception(RuntimeError("connection closed by peer"))
     with pytest.raises(RuntimeError, match="closed by peer"):
         batch.result()
@@ -269,13 +269,13 @@ def test_a_byte_that_changed_in_memory_is_found_and_named(exchanging):
     source.receive(spoilt)
     name = source.pack.name(spoilt)
     with pytest.raises(UserError, match=rf"image {spoilt} \({name}\) .* checksum"):
-        decoders.part(TRAINING).submit(0, 4).result()
+        decoders.split(TRAINING).submit(0, 4).result()
 
 
 def test_slots_of_unwanted_micro_batches_are_waited_for(exchanging):
     source, decoders = exchanging
     source.receive()
-    training = decoders.part(TRAINING)
+    training = decoders.split(TRAINING)
     for _ in range(5):
         for batch in [training.submit(0, 4) for _ in range(3)]:
             batch.cancel()
@@ -287,8 +287,8 @@ def test_a_place_is_never_used_twice_and_reads_as_nothing_when_given_back(packs)
     source = Exchanging(packs / "jpeg.arrow")
     source.receive()
     area = source.first.result()
-    there = FromArea(open_sources(config_of(packs))[0].records, source.file)
-    there.turn_to(area.place, area.nbytes)
+    there = FromArea(source.pack, source.file)
+    there.look_in(area.place, area.nbytes)
     assert bytes(there.record(5)) == bytes(source.pack.record(5))
     kept = area.get(5)  # what looks at an area keeps it
     where, source.first = (area.place, area.nbytes), Future()
@@ -300,8 +300,8 @@ def test_a_place_is_never_used_twice_and_reads_as_nothing_when_given_back(packs)
     assert os.fstat(source.file).st_blocks == 0
     source.receive()
     assert source.first.result().place >= sum(where)
-    there.turn_to(0, 0)
-    there.turn_to(*where)
+    there.look_in(0, 0)
+    there.look_in(*where)
     assert there._area.get(5) is None and bytes(there.record(5)) == bytes(source.pack.record(5))
     source._areas.close()
 

@@ -13,7 +13,7 @@ from megabatch.batch import Stage
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data, LearningRate, OptimizerConfig
 from megabatch.data.loader import Loader
-from megabatch.data.source import open_sources
+from megabatch.data.opening import open_sources
 from megabatch.errors import UserError
 from megabatch.launch import run_local
 from megabatch.parts import prepare

@@ -129,14 +129,11 @@ def test_small_waits_are_not_worth_a_word():
 
 def test_decoding_that_is_in_the_way_of_computing_is_named():
     waits = Waits(seconds=100, input=1, communication=0, reading=90)
-    for readers, way in (("gpu", "--data.decode cpu"), ("threads", "--data.processes always")):
-        facts = replace(FACTS, readers=readers)
-        assert str(verdict(waits, facts)).startswith("compute-bound 99 %: part of it is decoding")
-        assert str(verdict(waits, facts)).endswith(f"try {way}")
-        waiting = replace(waits, input=20)
-        assert ("--data.decode cpu" in str(verdict(waiting, facts))) == (readers == "gpu")
-        idle = replace(waits, reading=2)
-        assert str(verdict(idle, facts)).endswith(": nothing to wait for")
+    facts = replace(FACTS, readers="threads")
+    assert str(verdict(waits, facts)).startswith("compute-bound 99 %: part of it is decoding")
+    assert str(verdict(waits, facts)).endswith("try --data.processes always")
+    idle = replace(waits, reading=2)
+    assert str(verdict(idle, facts)).endswith(": nothing to wait for")
     assert str(verdict(waits, FACTS)).endswith(": nothing to wait for")
 
 

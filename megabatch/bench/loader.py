@@ -8,7 +8,6 @@ median of the turns counts.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -31,12 +30,12 @@ from megabatch.batch import steps
 from megabatch.bench import rivals
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
-from megabatch.data.encode import Encoding
+from megabatch.data.jpeg import Encoding
 from megabatch.data.loader import Loader
+from megabatch.data.opening import open_sources
 from megabatch.data.origins import open_origin
 from megabatch.data.packfile import Pack
 from megabatch.data.packing import pack
-from megabatch.data.source import open_sources
 from megabatch.errors import DONE, UserError
 from megabatch.verbs.parsing import parse
 
@@ -100,8 +99,8 @@ def run(arguments: list[str]) -> int:
         for turn in range(flags.turns):
             for name, measure in contenders.items():
                 rates[name].append(measure(flags.seconds))
-                said = f"turn {turn + 1}: {name[0]}, {name[1]}: {rates[name][-1]:,.0f} images/s"
-                print(said, file=sys.stderr)
+                rate = f"{rates[name][-1]:,.0f} images/s"
+                print(f"turn {turn + 1}: {name[0]}, {name[1]}: {rate}", file=sys.stderr)
     rows = _rows(rates)
     _show(rows)
     result = {
@@ -193,8 +192,7 @@ def _contenders(
 def _ours(data: Data, micro: int, cluster: Cluster, seconds: float) -> float:
     config = Config(batch=micro, micro=micro, span=micro, epochs=1e9, data=data)
     train, _ = open_sources(config)
-    loader = Loader(train, None, config, cluster, torch.float32)
-    with contextlib.closing(loader):
+    with Loader(train, None, config, cluster, torch.float32) as loader:
         batches = (
             len(batch.images)
             for step in steps(config.all_stages, len(train), config.epochs)
@@ -208,15 +206,17 @@ def _limit(folder: Path, threads: int, seconds: float) -> float:
     images = [path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))]
     done = [0] * threads
     largest = max(_pixels(image) for image in images)
-    rooms = [bytearray(largest) for _ in range(threads)]
+    buffers = [bytearray(largest) for _ in range(threads)]
     end = time.perf_counter() + seconds
 
     def decode(number: int) -> None:
-        room, at = rooms[number], number
-        while time.perf_counter() < end:
-            simplejpeg.decode_jpeg(images[at % len(images)], buffer=room, strict=False)
+        buffer, at = buffers[number], number
+        while True:  # one at least, however late this thread comes to run
+            simplejpeg.decode_jpeg(images[at % len(images)], buffer=buffer, strict=False)
             at += threads
             done[number] += 1
+            if time.perf_counter() >= end:
+                return
 
     began = time.perf_counter()
     workers = [threading.Thread(target=decode, args=(number,)) for number in range(threads)]

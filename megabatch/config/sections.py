@@ -35,7 +35,7 @@ class Data:
     """how many images a synthetic set has"""
     classes: int = setting(10, least=1, most=1e6)
     """how many classes a synthetic set has"""
-    val_share: float = setting(0.2, above=0, below=1, hint="give a share, 0.2 say")
+    val_share: float = setting(0.1, above=0, below=1, hint="give a share, 0.1 say")
     """share held out, chosen by hash, where the source has no val part of its own"""
     crop_area: tuple[float, float] = setting((1.0, 1.0), above=0, most=1)
     """random crops cover this share of the image's area, from and to"""
@@ -64,8 +64,9 @@ class Data:
     shared: Literal["auto", "always", "never"] = setting("auto", may_change=True)
     """a pack too large for a node's memory is shared out over all workers' (auto), is always, or
     never"""
-    decode: Literal["auto", "cpu", "gpu"] = setting("auto", may_change=True)
-    """where JPEGs are decoded (auto: on the GPU if nvJPEG is there and was faster in a trial)"""
+    skip_bad: int = setting(0, least=0, most=IMAGES)
+    """from a folder: so many unreadable images may be left out, all of which are looked for before
+    the first step; with more there is no run"""
 
     @property
     def kind(self) -> str:

@@ -13,24 +13,24 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from megabatch.config import Config
-from megabatch.data.decoded import Decoded, FromPack
-from megabatch.data.pool import DONE, FAILURE, MISTAKE, NO_SLOT, REPLY, REQUEST, TRAINING
-from megabatch.data.received import FromArea
-from megabatch.data.room import Layout
-from megabatch.data.slots import map_slots
-from megabatch.data.source import Fills, open_sources
-from megabatch.data.work import Work
+from megabatch.data.opening import open_stored
+from megabatch.data.pool import DONE, FAILURE, MISTAKE, NO_SLOT, REPLY, REQUEST, STARTED, TRAINING
+from megabatch.data.shared import FromArea
+from megabatch.data.slots import Layout, map_slots
+from megabatch.data.source import Writer
 from megabatch.errors import UserError
 
 _MOST_WORDS = 2000  # a reply is written in one go, which a pipe does up to 4096 bytes
 _NICE = 5  # the loop that launches kernels goes first
 
 
-def main(task: dict) -> None:
+def main(task: dict[str, Any]) -> None:
     requests, replies, file = task["files"]
     try:
         # The run decides when it ends: it finishes its step first, and needs images for that.
@@ -41,13 +41,13 @@ def main(task: dict) -> None:
         data = config.data
         dtype = getattr(torch, task["dtype"])
         layout = Layout(task["form"], config.micro, data.size, data.channels, dtype)
-        train, val = open_sources(config)
+        train, val = open_stored(config, left_out=task["left_out"])
         received: FromArea | None = None
         if task["received"] is not None:
-            assert isinstance(train, Decoded) and isinstance(train.records, FromPack)
-            train.records = received = FromArea(train.records, task["received"])
-        assert isinstance(train, Fills) and isinstance(val, Fills)
-        works = [Work(train, config, layout, True), Work(val, config, layout, False)]
+            assert train.pack is not None
+            received = FromArea(train.pack, task["received"])
+            train = train.of(received)
+        writers = [train.writer(config, layout, True), val.writer(config, layout, False)]
         slots = torch.from_numpy(map_slots(file)).split(task["slot_bytes"])
     except UserError as error:
         reply(replies, NO_SLOT, MISTAKE, str(error))
@@ -61,30 +61,32 @@ def main(task: dict) -> None:
     gc.collect()
     gc.freeze()
     for _ in range(task["processes"]):
-        if os.fork() == 0:
-            serve(works, received, layout, slots, requests, replies)
+        process = os.fork()
+        if process == 0:
+            serve(writers, received, layout, slots, requests, replies)
             os._exit(0)
+        reply(replies, NO_SLOT, STARTED, str(process))
     os.close(requests)
     wait_for_others(replies)
 
 
 def serve(
-    works: list[Work],
+    writers: Sequence[Writer],
     received: FromArea | None,
     layout: Layout,
-    slots: tuple,
+    slots: Sequence[torch.Tensor],
     requests: int,
     replies: int,
 ) -> None:
     """Read pieces until nobody asks any more."""
     while message := os.read(requests, REQUEST.size):
-        part, slot, first, count, begin, end, *area = REQUEST.unpack(message)
+        split, slot, first, count, begin, end, *area = REQUEST.unpack(message)
         began, core = time.perf_counter(), core_seconds()
         outcome, words = DONE, ""
         try:
-            if part == TRAINING and received is not None:
-                received.turn_to(*area)
-            works[part].do(first + begin, layout.views(slots[slot], count).part(begin, end))
+            if split == TRAINING and received is not None:
+                received.look_in(*area)
+            writers[split](first + begin, layout.views(slots[slot], count).rows(begin, end))
         except UserError as error:
             outcome, words = MISTAKE, str(error)
         except Exception:
@@ -127,8 +129,8 @@ def reply(
     seconds: float = 0.0,
     on_cores: float = 0.0,
 ) -> None:
-    said = words.encode()[-_MOST_WORDS:] if outcome == FAILURE else words.encode()[:_MOST_WORDS]
-    os.write(replies, REPLY.pack(slot, outcome, seconds, on_cores, len(said)) + said)
+    text = words.encode()[-_MOST_WORDS:] if outcome == FAILURE else words.encode()[:_MOST_WORDS]
+    os.write(replies, REPLY.pack(slot, outcome, seconds, on_cores, len(text)) + text)
 
 
 if __name__ == "__main__":

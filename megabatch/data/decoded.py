@@ -1,11 +1,13 @@
 """A source of images that must be decoded: a folder, a data set as it was published, or a pack.
 
-It can be read in pieces into room of the caller's, by as many threads and processes as there are.
+All that the host does to an image is done here, from its record to the model's numbers, into memory
+of the caller's, by as many threads and processes as there are.
 """
 
 from __future__ import annotations
 
 import mmap
+import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -14,13 +16,13 @@ import torch
 from torch import Tensor
 
 from megabatch.config import Config, Data
+from megabatch.data.augment import finish, normalise
 from megabatch.data.crop import bring_to_size, choose_boxes, reduction
-from megabatch.data.jpeg import BadImage, Encoded, Head, Pixels, Scratch, head_of, region
-from megabatch.data.origins import Origin, open_origin
+from megabatch.data.jpeg import BadImage, Encoded, Head, Pixels, Workspace, head_of, pixels, region
+from megabatch.data.origins import Origin
 from megabatch.data.packfile import Pack, PackError
-from megabatch.data.room import Layout, Room
-from megabatch.data.source import Source, hold_out_order
-from megabatch.data.stage import staged
+from megabatch.data.slots import Buffer, Layout
+from megabatch.data.source import Order, Source, Writer
 from megabatch.errors import UserError
 
 # Of ImageNet; the usual figures for photographs.
@@ -35,8 +37,9 @@ class Records(Protocol):
     not changed since."""
 
     checked: bool
-    separable: bool
-    """another process can open them too"""
+
+    @property
+    def pack(self) -> Pack | None: ...
 
     def record(self, index: int) -> Encoded | Pixels: ...
 
@@ -45,22 +48,28 @@ class Records(Protocol):
     def will_need(self, indices: list[int]) -> None: ...
 
 
-class Decoded:
+class Decoded(Source):
     """Some images of records, cropped to the size that the model sees while they are decoded."""
 
-    instant = False
+    separable = True
 
     def __init__(
-        self, data: Data, records: Records, chosen: Tensor, labels: Tensor, classes: int
+        self,
+        data: Data,
+        records: Records,
+        chosen: Tensor,
+        labels: Tensor,
+        classes: int,
+        left_out: tuple[int, ...] = (),
+        notes: tuple[str, ...] = (),
     ) -> None:
         self.data, self.records, self.chosen = data, records, chosen
         self.labels, self.classes = labels, classes
+        self.left_out, self.notes = left_out, notes
         self.mean: tuple[float, ...]
         self.std: tuple[float, ...]
         self.mean, self.std = _COLOUR if data.channels == 3 else _GREY
-        self.resident: Source | None = None
-        """the same images on the device, once they are there"""
-        self._scratch = Scratch()
+        self._workspace = Workspace()
         # Which images were found whole earlier, by this process or one that was forked off it.
         self._whole = None if records.checked else _shared_flags(len(chosen))
 
@@ -68,19 +77,30 @@ class Decoded:
         return len(self.chosen)
 
     @property
+    def pack(self) -> Pack | None:
+        return self.records.pack
+
+    @property
     def stored_size(self) -> int | None:
-        """The shortest side a JPEG pack was made with (0: untouched; None: no JPEG pack)."""
-        pack = getattr(self.records, "pack", None)
-        return None if pack is None else pack.about.encoding.get("size")
+        return None if self.pack is None else self.pack.about.encoding.get("size")
+
+    def of(self, records: Records) -> Decoded:
+        """The same images, from other records."""
+        return Decoded(
+            self.data, records, self.chosen, self.labels, self.classes, self.left_out, self.notes
+        )
 
     def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
         layout = Layout("bytes", len(indices), self.data.size, self.data.channels)
-        room = layout.views(torch.empty(layout.nbytes, dtype=torch.uint8), len(indices))
-        self.fill(room, indices, draws)
-        return room.images, room.labels
+        buffer = layout.views(torch.empty(layout.nbytes, dtype=torch.uint8), len(indices))
+        self.fill(buffer, indices, draws)
+        return buffer.images, buffer.labels
 
-    def fill(self, room: Room, indices: Tensor, draws: Tensor | None) -> None:
-        """Read images, cropped, into room for bytes or for crops, and their labels."""
+    def writer(self, config: Config, layout: Layout, training: bool) -> Writer:
+        return _Writer(self, config, layout, training).write
+
+    def fill(self, buffer: Buffer, indices: Tensor, draws: Tensor | None) -> None:
+        """Read images, cropped, into a buffer of bytes or of crops, and their labels."""
         places, numbers = indices.tolist(), self.chosen[indices].tolist()
         self.records.will_need(numbers)
         number = -1
@@ -94,39 +114,85 @@ class Decoded:
             boxes = choose_boxes(self.data, heights, widths, draws).tolist()
             for row in range(len(numbers)):
                 number = numbers[row]  # whose name an error will say
-                part = self._part(places[row], stored[row], heads[row], boxes[row])
-                if room.shapes is None:
-                    bring_to_size(part, room.images[row])
+                crop = self._crop(places[row], stored[row], heads[row], boxes[row])
+                if buffer.shapes is None:
+                    bring_to_size(crop, buffer.images[row])
                 else:
-                    room.shapes[row] = self._put(part, room.images[row])
+                    buffer.shapes[row] = self._put(crop, buffer.images[row])
         except BadImage as error:
             raise UserError(
                 f"the image {self.records.name(number)} cannot be read ({error}): "
-                f"repair or remove it"
+                f"repair or remove it{self._way_out()}"
             ) from error
-        room.labels.copy_(self.labels[indices])
+        buffer.labels.copy_(self.labels[indices])
 
-    def _part(self, place: int, image: Encoded | Pixels, head: Head, box: list[int]) -> Pixels:
+    def _way_out(self) -> str:
+        return "" if self.records.checked else ", or leave such images out with --data.skip-bad N"
+
+    def _crop(self, place: int, image: Encoded | Pixels, head: Head, box: list[int]) -> Pixels:
         channels = self.data.channels
         if isinstance(image, numpy.ndarray):
             left, upper, right, lower = box
             return with_channels(image[upper:lower, left:right], channels)
         factor = reduction(box, self.data.size)
         trusted = self._whole is None or bool(self._whole[place])
-        part = region(image, head, box, channels, factor, self._scratch, trusted)
+        crop = region(image, head, box, channels, factor, self._workspace, trusted)
         if self._whole is not None:
             self._whole[place] = 1
-        return part
+        return crop
 
-    def _put(self, part: Pixels, out: Tensor) -> Tensor:
+    def _put(self, crop: Pixels, out: Tensor) -> Tensor:
         """A crop as it is, or resized where it is too large; returns its height and width."""
         size, channels = self.data.size, self.data.channels
-        if part.size > len(out):
+        if crop.size > len(out):
             resized = out[: size * size * channels].view(size, size, channels)
-            bring_to_size(part, resized.permute(2, 0, 1))
+            bring_to_size(crop, resized.permute(2, 0, 1))
             return torch.tensor([size, size])
-        out.numpy()[: part.size].reshape(part.shape)[...] = part
-        return torch.tensor(part.shape[:2])
+        out.numpy()[: crop.size].reshape(crop.shape)[...] = crop
+        return torch.tensor(crop.shape[:2])
+
+    def whole_image(self, index: int) -> Pixels:
+        """All pixels of one image."""
+        image, channels = self.records.record(int(self.chosen[index])), self.data.channels
+        if isinstance(image, numpy.ndarray):
+            return with_channels(image, channels)
+        return pixels(image, channels)
+
+
+class _Writer:
+    """Positions of the stream in, images in their buffer out. Any number of threads may call it."""
+
+    def __init__(self, source: Decoded, config: Config, layout: Layout, training: bool) -> None:
+        self._source, self._config, self._layout = source, config, layout
+        self._order = Order(config.seed, len(source), training)
+        self._local = threading.local()
+
+    def write(self, first: int, buffer: Buffer) -> None:
+        """Read the images at positions from `first` on, as many as the buffer has rows."""
+        count = len(buffer.labels)
+        positions = torch.arange(first, first + count)
+        indices, draws = self._order.indices(positions), self._order.draws(positions)
+        if self._layout.form != "numbers":
+            self._source.fill(buffer, indices, draws)
+            return
+        between = Buffer(self._bytes(count), buffer.labels)
+        self._source.fill(between, indices, draws)
+        data, mean, std = self._config.data, self._source.mean, self._source.std
+        dtype, out = self._layout.dtype, buffer.images
+        if self._order.training:
+            finish(between.images, positions, data, self._config.seed, mean, std, dtype, out)
+        else:
+            normalise(between.images, mean, std, dtype, out)
+
+    def _bytes(self, count: int) -> Tensor:
+        """Images of the model's size before they are numbers; fresh memory would cost more than
+        the crops."""
+        kept: Tensor | None = getattr(self._local, "images", None)
+        if kept is None or len(kept) < count:
+            size, channels = self._layout.size, self._layout.channels
+            kept = torch.empty((count, size, size, channels), dtype=torch.uint8)
+            self._local.images = kept
+        return kept[:count].permute(0, 3, 1, 2)
 
 
 def _shared_flags(count: int) -> Pixels:
@@ -150,14 +216,14 @@ def with_channels(image: Pixels, channels: int) -> Pixels:
     return grey.astype(numpy.uint8)
 
 
-# --- what can be opened ------------------------------------------------------------------------
+# --- records -----------------------------------------------------------------------------------
 
 
 class FromOrigin:
     """A data set as it was published, read without packing it."""
 
     checked = False
-    separable = True
+    pack = None
 
     def __init__(self, origin: Origin, path: Path) -> None:
         self._origin, self._path = origin, path
@@ -179,7 +245,6 @@ class FromPack:
     """A pack; a raw one gives pixels at once."""
 
     checked = True
-    separable = True
 
     def __init__(self, pack: Pack) -> None:
         self.pack = pack
@@ -191,6 +256,11 @@ class FromPack:
     def record(self, index: int) -> Encoded | Pixels:
         return self.shaped(self.pack.record(index))
 
+    def received(self, index: int, data: memoryview) -> Encoded | Pixels:
+        """An image of the pack that came another way, once its checksum is found right."""
+        self.pack.check(index, data)
+        return self.shaped(data)
+
     def shaped(self, data: Encoded) -> Encoded | Pixels:
         if self.shape is None:
             return data
@@ -201,38 +271,3 @@ class FromPack:
 
     def will_need(self, indices: list[int]) -> None:
         self.pack.will_need(indices)
-
-
-def open_pack(config: Config) -> tuple[Decoded, Decoded]:
-    """The train and val parts of a pack, from node-local storage where that was asked for."""
-    data = config.data
-    pack = Pack(staged(Path(data.path), Path(data.local_copy)) if data.local_copy else data.path)
-    for part in ("train", "val"):
-        first, last = pack.about.splits.get(part, (0, 0))
-        if first == last:
-            raise PackError(f"the pack {data.path} has no {part} images: pack it again")
-    labels = torch.from_numpy(pack.labels.astype(numpy.int64))
-    records, classes = FromPack(pack), len(pack.about.classes)
-    train, val = (
-        Decoded(data, records, chosen, labels[chosen], classes)
-        for chosen in (torch.arange(*pack.about.splits[part]) for part in ("train", "val"))
-    )
-    return train, val
-
-
-def open_published(config: Config) -> tuple[Decoded, Decoded]:
-    """The train and val parts of a folder or archive; a share is held out where there is no
-    val."""
-    data, path = config.data, Path(config.data.path)
-    try:
-        origin = open_origin(path)
-    except PermissionError as error:
-        raise UserError(f"{error.filename} cannot be read: check its permissions") from error
-    labels = torch.from_numpy(origin.labels.astype(numpy.int64))
-    if origin.train < len(labels):
-        parts = torch.arange(origin.train), torch.arange(origin.train, len(labels))
-    else:
-        parts = hold_out_order(len(labels), data.val_share)
-    records, classes = FromOrigin(origin, path), len(origin.classes)
-    train, val = (Decoded(data, records, part, labels[part], classes) for part in parts)
-    return train, val

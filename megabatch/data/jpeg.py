@@ -1,4 +1,4 @@
-"""Encoded images to pixels: JPEG by libjpeg-turbo (simplejpeg) at the scale that is needed, the
+"""Encoded images to pixels and back: JPEG by libjpeg-turbo (simplejpeg) at the scale needed, the
 rest by Pillow.
 
 Every failure is a BadImage with a reason in words. What is decided about odd images (CMYK, 16 bits,
@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy
 import simplejpeg
@@ -27,6 +28,7 @@ _MOST_PIXELS = 100_000_000
 _HARMLESS = "extraneous bytes before marker"
 
 
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
 # Rows of a JPEG are decoded in runs of 8 or 16 (rarely 32, which look at no others), and those of
 # colour may look at the pair below.
 _ROWS, _ROWS_BELOW = 16, 2
@@ -36,21 +38,35 @@ class BadImage(ValueError):
     """An image that cannot be read; the message is the reason."""
 
 
-class Scratch(threading.local):
-    """Room to decode into, one a thread: fresh memory for each image costs a third of the
+class Workspace(threading.local):
+    """Memory to decode into, one a thread: fresh memory for each image costs a third of the
     decoding."""
 
     def __init__(self) -> None:
-        self._room = numpy.empty(1 << 20, numpy.uint8)
+        self._memory = numpy.empty(1 << 20, numpy.uint8)
 
-    def room(self, nbytes: int) -> Pixels:
-        if len(self._room) < nbytes:
-            self._room = numpy.empty(nbytes, numpy.uint8)
-        return self._room
+    def of_at_least(self, nbytes: int) -> Pixels:
+        if len(self._memory) < nbytes:
+            self._memory = numpy.empty(nbytes, numpy.uint8)
+        return self._memory
 
 
 def is_jpeg(data: Encoded) -> bool:
     return bytes(data[:3]) == b"\xff\xd8\xff"
+
+
+def ends_well(head: bytes, tail: bytes, size: int) -> bool:
+    """Whether a file of so many bytes begins and ends as an image does: a cut one does not. Of a
+    kind that does not show it, False."""
+    if is_jpeg(head):
+        return b"\xff\xd9" in tail
+    if head.startswith(b"\x89PNG"):
+        return b"IEND" in tail
+    if head.startswith(b"GIF8"):
+        return tail.endswith(b";")
+    if head.startswith(b"RIFF"):
+        return int.from_bytes(head[4:8], "little") + 8 <= size
+    return head.startswith(b"BM") and int.from_bytes(head[2:6], "little") <= size
 
 
 class Head(NamedTuple):
@@ -84,7 +100,7 @@ def region(
     box: Sequence[int],
     channels: int,
     factor: int,
-    scratch: Scratch,
+    workspace: Workspace,
     trusted: bool,
 ) -> Pixels:
     """The pixels in a box (left, upper, right, lower), a JPEG's at about 1 / factor of their size.
@@ -108,7 +124,7 @@ def region(
         shorter = _shortened(data, rows) if rows < head.height else None
         if shorter is not None:
             data, head = shorter, head._replace(height=rows)
-    found = _by_libjpeg(data, head, channels, factor, scratch, trusted)
+    found = _by_libjpeg(data, head, channels, factor, workspace, trusted)
     return found[upper:lower, left:right]
 
 
@@ -135,12 +151,13 @@ def _by_libjpeg(
     head: Head,
     channels: int,
     factor: int,
-    scratch: Scratch | None = None,
+    workspace: Workspace | None = None,
     trusted: bool = False,
 ) -> Pixels:
     height, width = -(-head.height // factor), -(-head.width // factor)
-    room = None if scratch is None else scratch.room(height * width * channels)
-    wanted: dict[str, Any] = {"colorspace": "RGB" if channels == 3 else "GRAY", "buffer": room}
+    nbytes = height * width * channels
+    memory = None if workspace is None else workspace.of_at_least(nbytes)
+    wanted: dict[str, Any] = {"colorspace": "RGB" if channels == 3 else "GRAY", "buffer": memory}
     if factor > 1:
         wanted |= {"min_height": height, "min_width": width, "min_factor": factor}
     try:
@@ -177,9 +194,10 @@ def _opened(data: Encoded) -> Image.Image:
     if len(data) == 0:
         raise BadImage("the file is empty")
     try:
-        picture = Image.open(io.BytesIO(data), formats=("JPEG", "PNG"))
+        picture = Image.open(io.BytesIO(data), formats=FORMATS)
     except Exception as error:
-        raise BadImage("it is neither JPEG nor PNG, or its head is damaged") from error
+        kinds = ", ".join(FORMATS[:-1])
+        raise BadImage(f"it is no {kinds} or {FORMATS[-1]}, or its head is damaged") from error
     _check_pixels(picture.height, picture.width)
     return picture
 
@@ -190,10 +208,14 @@ def _by_pillow(data: Encoded, channels: int) -> Pixels:
             if picture.mode.startswith("I"):  # 16 bits grey: the upper 8 count
                 high = numpy.asarray(picture).astype(numpy.uint32) >> 8
                 picture = Image.fromarray(high.clip(0, 255).astype(numpy.uint8))
+            elif picture.mode == "F":
+                raise BadImage("its pixels are floating-point numbers, of a range nobody knows")
             elif "transparency" in picture.info or picture.mode in ("LA", "PA"):
                 # Straight to RGB Pillow warns; transparency itself is dropped.
                 picture = picture.convert("RGBA")
             found = numpy.asarray(picture.convert("RGB" if channels == 3 else "L"))
+        except BadImage:
+            raise
         except Exception as error:  # a damaged file raises nearly anything
             raise BadImage(_reason(error)) from error
     return found if channels == 3 else found[:, :, None]
@@ -202,3 +224,88 @@ def _by_pillow(data: Encoded, channels: int) -> Pixels:
 def _reason(error: Exception) -> str:
     words = str(error).strip() or type(error).__name__
     return words.splitlines()[0].rstrip(".")
+
+
+# --- what a pack holds of an image -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Encoding:
+    kind: Literal["jpeg", "raw"] = "jpeg"
+    size: int = 0
+    """jpeg: shortest side at most this (0: as it is); raw: the side of the square (0: as it is)"""
+    quality: int = 90
+    """of JPEGs that are made anew"""
+
+    def description(self) -> dict[str, str | int]:
+        """What the pack says of it; the quality matters only where something is compressed."""
+        quality = {"quality": self.quality} if self.kind == "jpeg" else {}
+        return {"kind": self.kind, "size": self.size, **quality}
+
+
+@dataclass(frozen=True)
+class Stored:
+    data: Encoded
+    shape: tuple[int, int, int]
+    """height, width, channels"""
+
+
+def encode(image: Encoded | Pixels, encoding: Encoding) -> Stored:
+    """An image of a source (a file's bytes, or pixels) as the pack holds it; BadImage where it
+    cannot be read.
+
+    A JPEG that needs no change is kept to the byte, after a trial decode at an eighth of its size:
+    that reads all its data.
+    """
+    if isinstance(image, numpy.ndarray):
+        found = image
+    else:
+        height, width, plain = head_of(image)
+        small = encoding.size == 0 or min(height, width) <= encoding.size
+        if encoding.kind == "jpeg" and small and plain:
+            pixels(image, 3, factor=8)
+            return Stored(image, (height, width, 3))
+        # Twice the wanted size is enough to make a good smaller picture from.
+        factor = _factor(min(height, width), 2 * encoding.size)
+        found = pixels(image, 3, factor)
+    if encoding.kind == "raw":
+        if encoding.size:
+            found = _square(found, encoding.size)
+        return Stored(numpy.ascontiguousarray(found).tobytes(), found.shape)
+    if encoding.size and min(found.shape[:2]) > encoding.size:
+        found = _shortest_side(found, encoding.size)
+    grey = found.shape[2] == 1
+    data = simplejpeg.encode_jpeg(
+        numpy.ascontiguousarray(found),
+        quality=encoding.quality,
+        colorspace="GRAY" if grey else "RGB",
+        colorsubsampling="Gray" if grey else "420",
+    )
+    return Stored(data, (*found.shape[:2], 3))
+
+
+def _factor(side: int, wanted: int) -> int:
+    """The strongest scaling of libjpeg that leaves a side of at least `wanted` (0: none)."""
+    return next((f for f in (8, 4, 2) if wanted and side // f >= wanted), 1)
+
+
+def _resized(found: Pixels, width: int, height: int) -> Pixels:
+    picture = Image.fromarray(found.squeeze(2) if found.shape[2] == 1 else found)
+    shape = (height, width, found.shape[2])
+    smaller = picture.resize((width, height), Image.Resampling.BICUBIC)
+    return numpy.asarray(smaller).reshape(shape)
+
+
+def _shortest_side(found: Pixels, size: int) -> Pixels:
+    height, width = found.shape[:2]
+    short = min(height, width)
+    return _resized(found, round(width * size / short), round(height * size / short))
+
+
+def _square(found: Pixels, size: int) -> Pixels:
+    """The shortest side made `size`, and the middle of the longer."""
+    if found.shape[:2] == (size, size):
+        return found
+    found = _shortest_side(found, size)
+    upper, left = (found.shape[0] - size) // 2, (found.shape[1] - size) // 2
+    return found[upper : upper + size, left : left + size]

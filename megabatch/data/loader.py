@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,18 +23,14 @@ from megabatch.batch import Step, dealt, steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.augment import finish, normalise
-from megabatch.data.placement import (
-    by_processes,
-    place,
-    place_validation,
-    separable,
-    shared_out,
-    threads_of,
-)
-from megabatch.data.pool import TRAINING, VALIDATION, Decoders, DecodersPart
-from megabatch.data.room import Layout, Room, form_of
+from megabatch.data.decoded import Decoded
+from megabatch.data.pool import TRAINING, VALIDATION, Decoders
+from megabatch.data.resident import make_resident
+from megabatch.data.shared import SharedOut, share_out
+from megabatch.data.slots import Buffer, Layout, form_of
 from megabatch.data.source import Source
-from megabatch.data.threads import Pending, Reader
+from megabatch.data.threads import FutureBatch, Reader, ThreadReader, threads_of
+from megabatch.errors import UserError
 from megabatch.tree import deal
 
 _LEAST_AHEAD, _MOST_AHEAD = 2, 64
@@ -43,8 +40,8 @@ _VALIDATION_AHEAD = 8
 _COPIES = 2
 """micro-batches on their way to a GPU"""
 
-Submit = Callable[[int, int], Pending]
-"""position of the first image, how many -> the micro-batch on its way"""
+_WORTH_PROCESSES = 50_000
+"""images: to start processes takes about as long as to decode a few thousand"""
 
 
 @dataclass(frozen=True)
@@ -74,13 +71,15 @@ class Loader:
         cluster: Cluster,
         dtype: torch.dtype,
     ) -> None:
+        self._closed = False
+        self._ending = contextlib.ExitStack()
         self._config, self._cluster, self._dtype = config, cluster, dtype
         self._device = cluster.device
         self._val = val
         self.threads = threads_of(config, cluster)
         self._pinned = self._device.type == "cuda"
         self._side = torch.cuda.Stream(self._device) if self._pinned else None
-        self._copied: deque[tuple[torch.cuda.Event, Room]] = deque()
+        self._copied: deque[tuple[torch.cuda.Event, Buffer]] = deque()
         data = config.data
         form = form_of(self._device)
         self._layout = Layout(form, config.micro, data.size, data.channels, dtype)
@@ -88,31 +87,48 @@ class Loader:
         self._most_ahead = min(_MOST_AHEAD, max(_LEAST_AHEAD, most))
         self._ahead = _LEAST_AHEAD
         self._validation_ahead = min(_VALIDATION_AHEAD, self._most_ahead)
-        self._reading: dict[int, Pending] = {}
+        self._reading: dict[int, FutureBatch] = {}
         self._prepared: dict[int, MicroBatch] = {}
         self._begun = False
         self.waited_seconds = 0.0
-
-        self._ending = contextlib.ExitStack()
+        self._shared: SharedOut | None = None
         self._decoders: Decoders | None = None
-        self._reader: Reader | DecodersPart | None = None
-        self._validate: Submit | None = None
-        if train is not None:
-            placed = place(train, config, cluster)
-            self._ending.callback(placed.close)
-            self._begin, self._source = placed.begin, placed.source
+        self._reader: Reader | None = None
+        self._validator: Reader | None = None
+        if train is None:
+            return
+        try:
+            self._source = self._placed(train)
             if self._side is not None:  # what was put on the device is read on the side stream
                 self._side.wait_stream(torch.cuda.current_stream(self._device))
-            self._submit = self._submit_to(placed.source, TRAINING)
+            self._reader = self._reader_of(self._source, TRAINING)
+        except BaseException:
+            self._closed = True
+            self._ending.close()
+            raise
+
+    def _placed(self, source: Source) -> Source:
+        """The training images where they lie: on the device, in all workers' memory, or where they
+        are."""
+        config, data = self._config, self._config.data
+        if not isinstance(source, Decoded) or source.pack is None:
+            for name, wish in (("resident", data.resident), ("shared", data.shared)):
+                if wish == "always":
+                    raise UserError(f"data.{name} is for packs: make one with megabatch pack")
+            return source
+        resident = make_resident(source, config, self._device, self.threads)
+        if resident is not None:
+            return resident
+        self._shared = share_out(source, config, self._cluster)
+        if self._shared is None:
+            return source
+        self._ending.callback(self._shared.close)
+        return source.of(self._shared)
 
     @property
-    def readers(self) -> Literal["processes", "threads", "gpu", "nobody"]:
-        """Who decodes the training images."""
-        if self._source.instant:
-            return "nobody"
-        if isinstance(self._reader, DecodersPart):
-            return "processes"
-        return "gpu" if getattr(self._source, "on_gpu", False) else "threads"
+    def readers(self) -> str:
+        """Who decodes the training images: processes, threads or nobody."""
+        return "nobody" if self._reader is None or self._source.instant else self._reader.kind
 
     @property
     def busy_seconds(self) -> float:
@@ -121,21 +137,22 @@ class Loader:
     @property
     def core_seconds(self) -> float | None:
         """None for threads: their waits for storage and for the interpreter look alike."""
-        return self._reader.core_seconds if isinstance(self._reader, DecodersPart) else None
+        return self._reader.core_seconds if self._reader else None
 
     # --- training
 
     def share(self, step: Step) -> Iterator[MicroBatch]:
         """This worker's micro-batches of a step, while those of the next steps are being read."""
-        self._begin(step)
+        if self._shared is not None:
+            self._shared.begin(step)
         mine = len(self._dealt(step))
         wanted = list(itertools.islice(self._coming(step), mine + self._ahead))
         for stale in self._reading.keys() - set(wanted):
             self._reading.pop(stale).cancel()
         for stale in self._prepared.keys() - set(wanted):
             del self._prepared[stale]
-        for turn, micro in enumerate(wanted[:mine]):
-            following = wanted[turn + 1 : turn + 1 + self._ahead]
+        for number, micro in enumerate(wanted[:mine]):
+            following = wanted[number + 1 : number + 1 + self._ahead]
             self._read_ahead([micro, *following])
             prepared = self._prepared.pop(micro, None)
             now = self._handed_over(prepared or self._prepare(micro))
@@ -159,10 +176,11 @@ class Loader:
         return itertools.chain.from_iterable(self._dealt(s) for s in itertools.chain([step], later))
 
     def _read_ahead(self, wanted: list[int]) -> None:
-        micro_size = self._config.micro
+        assert self._reader is not None
+        images = self._config.micro
         for micro in wanted:
             if micro not in self._reading and micro not in self._prepared:
-                self._reading[micro] = self._submit(micro * micro_size, micro_size)
+                self._reading[micro] = self._reader.submit(micro * images, images)
 
     def _prepare_if_there(self, micro: int) -> None:
         """On a GPU the next one is copied and augmented beside the present one's work."""
@@ -175,24 +193,24 @@ class Loader:
         data, source = self._config.data, self._source
         # All of it on the side stream: a resident source launches its kernels here.
         with torch.cuda.stream(self._side):
-            room = self._waited_for(self._reading.pop(micro))
+            buffer = self._waited_for(self._reading.pop(micro))
             positions = torch.arange(first, first + count, device=self._device)
-            images, labels = self._on_device(room)
+            images, labels = self._on_device(buffer)
             images = finish(
                 images, positions, data, self._config.seed, source.mean, source.std, self._dtype
             )
         return MicroBatch(images, labels, positions, first)
 
-    def _waited_for(self, pending: Pending) -> Room:
+    def _waited_for(self, coming: FutureBatch) -> Buffer:
         began = time.perf_counter()
-        room = pending.result()
+        buffer = coming.result()
         waited = time.perf_counter() - began
         if self._begun and not self._source.instant:  # what the loop does itself is no waiting
             self.waited_seconds += waited
             if waited > _NOTICED_SECONDS:
                 self._ahead = min(self._ahead + 1, self._most_ahead)
         self._begun = True
-        return room
+        return buffer
 
     def _handed_over(self, batch: MicroBatch) -> MicroBatch:
         """From the side stream to the one that trains."""
@@ -213,64 +231,77 @@ class Loader:
         """This worker's part of the validation images: over all workers each image exactly once."""
         assert self._val is not None
         micro, world = self._config.micro, self._cluster.world
-        if self._validate is None:
-            self._val = place_validation(self._val, self._config, self._cluster)
-            self._validate = self._submit_to(self._val, VALIDATION)
+        if self._validator is None:
+            if isinstance(self._val, Decoded):  # on the device too, where they fit
+                resident = make_resident(self._val, self._config, self._device, self.threads)
+                self._val = resident or self._val
+            self._validator = self._reader_of(self._val, VALIDATION)
         source = self._val
         count = len(source)
-        waiting: deque[Pending] = deque()
+        waiting: deque[FutureBatch] = deque()
         try:
             for number in range(*deal(-(-count // micro), world)[self._cluster.rank]):
                 first = number * micro
-                waiting.append(self._validate(first, min(micro, count - first)))
+                waiting.append(self._validator.submit(first, min(micro, count - first)))
                 if len(waiting) > self._validation_ahead:
                     yield self._validated(waiting.popleft(), source)
             while waiting:
                 yield self._validated(waiting.popleft(), source)
         finally:
-            for pending in waiting:  # of a caller that had enough
-                pending.cancel()
+            for coming in waiting:  # of a caller that had enough
+                coming.cancel()
 
-    def _validated(self, pending: Pending, source: Source) -> tuple[Tensor, Tensor]:
-        images, labels = self._on_device(pending.result())
+    def _validated(self, coming: FutureBatch, source: Source) -> tuple[Tensor, Tensor]:
+        images, labels = self._on_device(coming.result())
         return normalise(images, source.mean, source.std, self._dtype), labels
 
     # --- both
 
-    def _submit_to(self, source: Source, part: int) -> Submit:
+    def _reader_of(self, source: Source, split: int) -> Reader:
         """Who reads a source: processes, where that pays, or threads."""
-        config, cluster = self._config, self._cluster
-        if by_processes(source, config, cluster) or (self._decoders and separable(source)):
-            if self._decoders is None:
-                reading = self._most_ahead + 1 + self._validation_ahead + 1
-                self._decoders = Decoders(
-                    config, self._layout, self.threads, reading, self._pinned, shared_out(source)
-                )
-                self._ending.callback(self._decoders.close)
-            reader: Reader | DecodersPart = self._decoders.part(part)
-        else:
-            layout, training = self._layout, part == TRAINING
-            reader = Reader(source, config, layout, training, self.threads, self._pinned)
-            self._ending.callback(reader.close)
-        if part == TRAINING:
-            self._reader = reader
-        return reader.submit
+        config = self._config
+        if self._decoders is None and self._by_processes(source):
+            reading = self._most_ahead + 1 + self._validation_ahead + 1
+            self._decoders = Decoders(
+                config,
+                self._layout,
+                self.threads,
+                reading,
+                self._pinned,
+                self._shared,
+                source.left_out,
+            )
+            self._ending.callback(self._decoders.close)
+        if self._decoders is not None and source.separable:
+            return self._decoders.split(split)
+        training = split == TRAINING
+        reader = ThreadReader(source, config, self._layout, training, self.threads, self._pinned)
+        self._ending.callback(reader.close)
+        return reader
 
-    def _on_device(self, room: Room) -> tuple[Tensor, Tensor]:
+    def _by_processes(self, source: Source) -> bool:
+        wish = self._config.data.processes
+        if wish == "never" or not source.separable:
+            return False
+        to_read = len(source) * max(1.0, self._config.epochs) / self._cluster.world
+        return wish == "always" or to_read >= _WORTH_PROCESSES
+
+    def _on_device(self, buffer: Buffer) -> tuple[Tensor, Tensor]:
         """Images and labels where the model is, in bytes or numbers of the size it sees."""
-        images, labels, shapes = room.images, room.labels, room.shapes
-        if self._side is not None and room.memory is not None:
-            memory = room.memory.to(self._device, non_blocking=True)
+        images, labels, shapes = buffer.images, buffer.labels, buffer.shapes
+        if self._side is not None and buffer.memory is not None:
+            memory = buffer.memory.to(self._device, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
             # The host's memory may be used again when the copy is done, not when it is ordered.
-            self._copied.append((copied, room))
+            self._copied.append((copied, buffer))
             while len(self._copied) > _COPIES or (self._copied and self._copied[0][0].query()):
                 self._copied[0][0].synchronize()
                 self._copied.popleft()
-            room = self._layout.views(memory, len(labels))
+            buffer = self._layout.views(memory, len(labels))
             # Labels of their own: they would keep all the bytes beside them.
-            images, labels, shapes = room.images, room.labels.clone(), room.shapes
+            images, labels = buffer.images, buffer.labels.clone()
+            shapes = buffer.shapes
         elif self._side is not None:
             labels = labels if labels.is_cuda else labels.pin_memory()
             if images.is_cuda:  # of another stream's making
@@ -283,9 +314,24 @@ class Loader:
         return images, labels
 
     def close(self) -> None:
-        if self._side is not None:
+        """End the threads and processes that read, and let go of their memory."""
+        if self._copied:
             torch.cuda.synchronize(self._device)  # nothing may still be copied from the slots
             self._copied.clear()
         self._reading.clear()
         self._prepared.clear()
+        self._closed = True
         self._ending.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            try:
+                warnings.warn("a Loader was not closed", ResourceWarning, source=self, stacklevel=2)
+            finally:  # also where warnings are errors
+                self.close()

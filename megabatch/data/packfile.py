@@ -1,5 +1,4 @@
-"""The pack: a data set as one Arrow IPC file, written deterministically and read through a memory
-map.
+"""The pack: a data set as one Arrow IPC file, written deterministically and read by position.
 
 All images are in one record batch, so each column is a single run of bytes, and the metadata says
 where each run lies and what its checksum is. The reader uses that and never asks Arrow to parse a
@@ -10,9 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
+import stat
+import subprocess
+import sys
+import weakref
 import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +24,21 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from megabatch.data.jpeg import BadImage, pixels
 from megabatch.errors import UserError
 
 _FORMAT = 1
 # In front of the metadata: found in the raw bytes of the schema, with its own checksum and length.
 _SEAL = "megabatch pack {format} {crc:08x} {length:08x} "
-RUNS = ("image.offsets", "image", "label", "crc32", "name.offsets", "name")
+_VERIFIED_TOGETHER = 256
+# Arrow may crash on a damaged frame: it is asked in a process of its own.
+_OPEN = """
+import sys, pyarrow
+with pyarrow.memory_map(sys.argv[1]) as file:
+    batch = pyarrow.ipc.open_file(file).get_batch(0)
+    sys.exit(0 if batch.num_rows == int(sys.argv[2]) else 1)
+"""
+COLUMNS = ("image.offsets", "image", "label", "crc32", "name.offsets", "name")
 
 
 class PackError(UserError):
@@ -51,47 +64,59 @@ class About:
     """unreadable images that were left out"""
 
 
-def sealed(text: str, room: int) -> bytes:
-    """The description as it stands in the metadata: padded to `room`, with its checksum in
+def sealed(text: str, length: int) -> bytes:
+    """The description as it stands in the metadata: padded to `length`, with its checksum in
     front."""
-    body = text.ljust(room).encode()
+    body = text.ljust(length).encode()
     return _SEAL.format(format=_FORMAT, crc=zlib.crc32(body), length=len(body)).encode() + body
 
 
 class Pack:
-    """A pack, mapped and checked: its structure when it is opened, each image when it is read."""
+    """A pack, checked: its structure when it is opened, each image when it is read.
+
+    Images are read, not mapped: one that is cut off meanwhile is then an error in words, where a
+    map would end the process by SIGBUS. The other columns are held in memory, 24 bytes an image.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            with self.path.open("rb") as file:
-                self.nbytes = os.fstat(file.fileno()).st_size
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # Not blocking: what is no plain file must not be waited for.
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            weakref.finalize(self, os.close, self._file).atexit = False
+            found = os.fstat(self._file)
         except FileNotFoundError:
             raise PackError(f"there is no file {path}: make it with megabatch pack") from None
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-            raise PackError(f"{path} cannot be read as a pack: {error}") from None
-        self._bytes = memoryview(self._map)
+        except OSError as error:
+            reason = error.strerror or error
+            raise PackError(f"{path} cannot be read as a pack: {reason}") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise PackError(f"{path} cannot be read as a pack: it is no plain file")
+        self.nbytes = found.st_size
+        if self.nbytes == 0:
+            raise PackError(f"{path} cannot be read as a pack: it is empty")
         try:
             self._open()
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if isinstance(error, PackError):
                 raise
             raise self._damaged(f"its description is wrong ({error!r})") from None
 
     def _open(self) -> None:
-        said = self._description()
-        if said["nbytes"] != self.nbytes:
-            raise self._damaged(f"it has {self.nbytes:,} bytes and should have {said['nbytes']:,}")
-        self._places: dict[str, tuple[int, int, int]] = said.pop("runs")
-        del said["nbytes"]
-        said["shape"] = said["shape"] and tuple(said["shape"])
-        said["splits"] = {name: (first, last) for name, (first, last) in said["splits"].items()}
-        self.about = About(**said)
-        self._offsets = self._run("image.offsets", "<i8")
-        self.labels: NDArray[numpy.int32] = self._run("label", "<i4")
-        self._crcs = self._run("crc32", "<u4")
-        self._name_offsets = self._run("name.offsets", "<i8")
+        about = self._description()
+        if about["nbytes"] != self.nbytes:
+            raise self._damaged(f"it has {self.nbytes:,} bytes and should have {about['nbytes']:,}")
+        self._places: dict[str, tuple[int, int, int]] = about.pop("runs")
+        del about["nbytes"]
+        about["shape"] = about["shape"] and tuple(about["shape"])
+        if not isinstance(about["encoding"], dict) or not isinstance(about["classes"], list):
+            raise ValueError("encoding or classes")
+        about["splits"] = {name: (first, last) for name, (first, last) in about["splits"].items()}
+        self.about = About(**about)
+        self._offsets = self._column("image.offsets", "<i8")
+        self.labels: NDArray[numpy.int32] = self._column("label", "<i4")
+        self._crcs = self._column("crc32", "<u4")
+        self._name_offsets = self._column("name.offsets", "<i8")
         count = len(self.labels)
         if not len(self._offsets) == len(self._name_offsets) == count + 1 == len(self._crcs) + 1:
             raise self._damaged("its columns are not of one length")
@@ -108,10 +133,11 @@ class Pack:
 
     def _description(self) -> dict[str, Any]:
         """The sealed metadata, found in the raw bytes of the schema at the head of the file."""
-        if bytes(self._bytes[:6]) != b"ARROW1":
+        frame = os.pread(self._file, 16, 0)
+        if frame[:6] != b"ARROW1":
             raise PackError(f"{self.path} is not a pack: it does not begin as an Arrow file does")
-        length = int.from_bytes(self._bytes[12:16], "little")
-        head = bytes(self._bytes[16 : 16 + length])
+        length = int.from_bytes(frame[12:16], "little")
+        head = self._read(16, min(length, max(0, self.nbytes - 16)))
         seal = _SEAL.format(format=_FORMAT, crc=0, length=0)
         at = head.find(b"megabatch pack ")
         if at < 0:
@@ -130,16 +156,33 @@ class Pack:
         if zlib.crc32(body) != int(words[3], 16):
             raise self._damaged("the checksum of its description is wrong")
         self.fingerprint = hashlib.sha256(body).hexdigest()
-        said: dict[str, Any] = json.loads(body)
-        return said
+        about: dict[str, Any] = json.loads(body)
+        return about
 
-    def _run(self, name: str, dtype: str) -> NDArray[Any]:
+    def _read(self, position: int, length: int) -> bytes:
+        """Bytes of the file, which may have become shorter meanwhile."""
+        data = os.pread(self._file, length, position)
+        if len(data) == length:
+            return data
+        pieces, done = [data], len(data)
+        while done < length:  # one call reads up to 2 GB
+            more = os.pread(self._file, length - done, position + done)
+            if not more:
+                now = os.fstat(self._file).st_size
+                raise self._damaged(
+                    f"it was cut off while it was in use, from {self.nbytes:,} to {now:,} bytes"
+                )
+            pieces.append(more)
+            done += len(more)
+        return b"".join(pieces)
+
+    def _column(self, name: str, dtype: str) -> NDArray[Any]:
         position, length, crc = self._places[name]
         self._check_inside(position, length)
-        run = self._bytes[position : position + length]
-        if zlib.crc32(run) != crc:
+        column = self._read(position, length)
+        if zlib.crc32(column) != crc:
             raise self._damaged(f"the checksum of its column {name} is wrong")
-        return numpy.frombuffer(run, dtype)
+        return numpy.frombuffer(column, dtype)
 
     def _check_inside(self, position: int, length: int) -> None:
         if position < 0 or length < 0 or position + length > self.nbytes:
@@ -160,11 +203,11 @@ class Pack:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def record(self, index: int) -> memoryview:
-        """The bytes of one image, checked against their checksum; valid while the pack is open."""
+    def record(self, index: int) -> bytes:
+        """The bytes of one image, checked against their checksum."""
         first = self._places["image"][0]
-        begin, end = first + int(self._offsets[index]), first + int(self._offsets[index + 1])
-        data = self._bytes[begin:end]
+        begin, end = int(self._offsets[index]), int(self._offsets[index + 1])
+        data = self._read(first + begin, end - begin)
         self.check(index, data)
         return data
 
@@ -184,18 +227,62 @@ class Pack:
     def will_need(self, indices: list[int]) -> None:
         """Ask the system to have these images in memory soon: one wait for storage, not one
         each."""
-        first, page = self._places["image"][0], mmap.PAGESIZE
+        first = self._places["image"][0]
         for index in indices:
-            begin = (first + int(self._offsets[index])) // page * page
-            end = first + int(self._offsets[index + 1])
-            self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+            begin, end = int(self._offsets[index]), int(self._offsets[index + 1])
+            os.posix_fadvise(self._file, first + begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def name(self, index: int) -> str:
         """What an image was called in the source."""
         first = self._places["name"][0]
         begin, end = int(self._name_offsets[index]), int(self._name_offsets[index + 1])
-        return bytes(self._bytes[first + begin : first + end]).decode(errors="replace")
+        return self._read(first + begin, end - begin).decode(errors="replace")
 
     def check_names(self) -> None:
         """The one column that opening does not check: names serve only for messages."""
-        self._run("name", "u1")
+        self._column("name", "u1")
+
+
+# --- verifying ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verified:
+    images: int
+    bad: list[tuple[str, str]]
+    """image and reason"""
+    frame: str
+    """what is wrong with the Arrow frame, which the loader does not need; else empty"""
+
+
+def verify(
+    path: Path, threads: int, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Verified:
+    """Check every byte of a pack; one that cannot even be opened raises PackError."""
+    pack = Pack(path)
+    pack.check_names()
+    raw = pack.about.encoding["kind"] == "raw"
+
+    def check(index: int) -> tuple[str, str] | None:
+        try:
+            data = pack.record(index)
+            if raw:
+                numpy.frombuffer(data, numpy.uint8).reshape(pack.about.shape or ())
+            else:
+                pixels(data, 3, factor=8)
+        except PackError:
+            return pack.name(index), "its checksum is wrong"
+        except (BadImage, UserError, ValueError) as error:
+            return pack.name(index), str(error)
+        return None
+
+    bad: list[tuple[str, str]] = []
+    with ThreadPoolExecutor(threads) as pool:
+        for first in range(0, len(pack), _VERIFIED_TOGETHER):
+            piece = range(first, min(first + _VERIFIED_TOGETHER, len(pack)))
+            bad += [found for found in pool.map(check, piece) if found is not None]
+            progress(piece.stop, len(pack))
+    command = [sys.executable, "-c", _OPEN, str(path), str(len(pack))]
+    opened = subprocess.run(command, capture_output=True).returncode == 0
+    frame = "" if opened else "its Arrow frame is damaged, so other Arrow readers cannot open it"
+    return Verified(len(pack), bad, frame)

@@ -25,16 +25,17 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from megabatch.data.encode import Encoding, Stored, encode
-from megabatch.data.jpeg import BadImage
+from megabatch.config import Data
+from megabatch.data.arrow import Index, write
+from megabatch.data.jpeg import BadImage, Encoding, Stored, encode
 from megabatch.data.origins import Origin
 from megabatch.data.packfile import About
-from megabatch.data.packwriter import Index, write
 from megabatch.data.source import hold_out_order
 from megabatch.durable import sync
 from megabatch.errors import UserError
 
 PART = 1024
+VAL_SHARE = Data.val_share
 _AHEAD = 4  # images in the hands of each thread's queue
 
 
@@ -47,7 +48,7 @@ class Bad:
 
 
 @dataclass(frozen=True)
-class Part:
+class PackPart:
     """Up to 1,024 images in order, as they lie in a file of their own."""
 
     key: str
@@ -66,15 +67,15 @@ class Part:
         return json.dumps({"key": self.key, **numbers, "bad": bad, "shapes": self.shapes})
 
     @staticmethod
-    def from_json(text: str) -> Part:
-        said: dict[str, Any] = json.loads(text)
-        return Part(
-            key=said["key"],
-            good=numpy.array(said["good"], numpy.int64),
-            sizes=numpy.array(said["sizes"], numpy.int64),
-            crcs=numpy.array(said["crcs"], numpy.uint32),
-            bad=[Bad(*row) for row in said["bad"]],
-            shapes=[(height, width, channels) for height, width, channels in said["shapes"]],
+    def from_json(text: str) -> PackPart:
+        row: dict[str, Any] = json.loads(text)
+        return PackPart(
+            key=row["key"],
+            good=numpy.array(row["good"], numpy.int64),
+            sizes=numpy.array(row["sizes"], numpy.int64),
+            crcs=numpy.array(row["crcs"], numpy.uint32),
+            bad=[Bad(*bad) for bad in row["bad"]],
+            shapes=[(height, width, channels) for height, width, channels in row["shapes"]],
         )
 
 
@@ -113,7 +114,7 @@ def pack(
     order, train = _order(origin, val_share)
     folder = out.with_name(out.name + ".parts")
     with _locked(folder), ThreadPoolExecutor(threads, "packer") as pool:
-        parts: list[Part] = []
+        parts: list[PackPart] = []
         kept = 0
         for first in range(0, len(order), PART):
             indices = order[first : first + PART]
@@ -154,7 +155,7 @@ def _order(origin: Origin, val_share: float | None) -> tuple[NDArray[numpy.int64
         if val_share is not None:
             raise UserError("the source has a val part of its own: leave --val-share away")
         return numpy.arange(count), origin.train
-    train, held = hold_out_order(count, 0.1 if val_share is None else val_share)
+    train, held = hold_out_order(count, VAL_SHARE if val_share is None else val_share)
     return torch.cat([train, held]).numpy(), len(train)
 
 
@@ -204,7 +205,7 @@ def _counted(
         progress(number, total)
 
 
-def _write_part(at: Path, key: str, images: Iterator[Stored | Bad]) -> Part:
+def _write_part(at: Path, key: str, images: Iterator[Stored | Bad]) -> PackPart:
     """Write the images of a part, then its table: a part with a table is whole."""
     sizes, crcs, shapes, bad = [], [], [], []
     good: list[int] = []
@@ -220,7 +221,7 @@ def _write_part(at: Path, key: str, images: Iterator[Stored | Bad]) -> Part:
                 shapes.append(image.shape)
         file.flush()
         os.fsync(file.fileno())
-    part = Part(
+    part = PackPart(
         key,
         numpy.array(good, numpy.int64),
         numpy.array(sizes, numpy.int64),
@@ -234,10 +235,10 @@ def _write_part(at: Path, key: str, images: Iterator[Stored | Bad]) -> Part:
     return part
 
 
-def _finished(at: Path, key: str) -> Part | None:
+def _finished(at: Path, key: str) -> PackPart | None:
     """A part that an earlier attempt finished, if it is of the same images and whole."""
     try:
-        part = Part.from_json(at.with_suffix(".json").read_text())
+        part = PackPart.from_json(at.with_suffix(".json").read_text())
         size = at.with_suffix(".images").stat().st_size
         return part if part.key == key and part.sizes.sum() == size else None
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
@@ -254,7 +255,7 @@ def _described(
     order: NDArray[numpy.int64],
     train: int,
     good: NDArray[numpy.int64],
-    parts: list[Part],
+    parts: list[PackPart],
     bad: int,
 ) -> tuple[About, Index]:
     labels = origin.labels[order[good]]
@@ -269,7 +270,7 @@ def _described(
     }
     about = About(
         source=f"{origin.kind} {title}",
-        encoding=encoding.said(),
+        encoding=encoding.description(),
         shape=shapes.pop() if len(shapes) == 1 else None,
         classes=origin.classes,
         splits=splits,
@@ -285,7 +286,7 @@ def _described(
     return about, index
 
 
-def _same_shape(parts: list[Part]) -> None:
+def _same_shape(parts: list[PackPart]) -> None:
     shapes = sorted({shape for part in parts for shape in part.shapes})
     if len(shapes) > 1:
         (h, w, _), (other_h, other_w, _) = shapes[:2]
@@ -295,7 +296,7 @@ def _same_shape(parts: list[Part]) -> None:
         )
 
 
-def _join(folder: Path, parts: list[Part], to: BinaryIO) -> None:
+def _join(folder: Path, parts: list[PackPart], to: BinaryIO) -> None:
     for number, part in enumerate(parts):
         at = folder / f"{number:06d}.images"
         with at.open("rb") as images:

@@ -17,30 +17,32 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, Self
 
 from megabatch.config import Config
-from megabatch.data.room import Layout, Room
-from megabatch.data.slots import Slots
+from megabatch.data.shared import SharedOut
+from megabatch.data.slots import Buffer, Layout, Slots
 from megabatch.errors import RunFailed, UserError
 
-if TYPE_CHECKING:
-    from megabatch.data.shared import SharedOut
-
 REQUEST = struct.Struct("<iiqiiiqq")
-"""part (training or validation), slot, position of the micro-batch, its images, a piece's from and
+"""split (training or validation), slot, position of the micro-batch, its images, a piece's from and
 to, place and bytes of the area where its images were received (no bytes: nowhere)"""
 REPLY = struct.Struct("<iiddi")
 """slot, outcome, seconds, seconds on a core or waiting for one, length of the words that follow"""
-DONE, MISTAKE, FAILURE = range(3)
+DONE, MISTAKE, FAILURE, STARTED = range(4)
 TRAINING, VALIDATION = range(2)
 NO_SLOT = -1
 _LEAST_PIECE, _MOST_PIECE = 16, 64
 _PIPE_BYTES = 1 << 20
-_GLANCE_SECONDS = 1
+_DEAD = ("", "Z", "X")
+_LOOK_SECONDS = 1.0
+"""how often a loop that asks for images looks whether all processes live"""
+STOPPED_SECONDS = 10.0
+"""how long one may be stopped: a suspended job's processes do not all go on at once"""
 
 
 Piece = tuple[int, int, int]
@@ -53,13 +55,13 @@ class Batch:
     def __init__(
         self,
         decoders: Decoders,
-        part: DecodersPart,
+        split: SplitReader,
         slot: int,
         first: int,
         count: int,
         pieces: list[Piece],
     ) -> None:
-        self._decoders, self.part, self.slot = decoders, part, slot
+        self._decoders, self.split, self.slot = decoders, split, slot
         self._first, self._count, self._pieces = first, count, pieces
         self.unfinished = len(pieces)
         self.mistake = ""
@@ -68,12 +70,12 @@ class Batch:
     @property
     def received(self) -> bool:
         """Whether its images have come from the other workers, where they do."""
-        shared = self.part.shared
+        shared = self.split.shared
         return shared is None or all(shared.received(epoch) for *_, epoch in self._pieces)
 
     def requests(self) -> list[bytes]:
         """What is asked of the processes; waits until the images were received."""
-        shared, what = self.part.shared, (self.part.number, self.slot, self._first, self._count)
+        shared, what = self.split.shared, (self.split.number, self.slot, self._first, self._count)
         found = []
         for begin, end, epoch in self._pieces:
             area = None if shared is None else shared.area(epoch)
@@ -81,7 +83,7 @@ class Batch:
             found.append(REQUEST.pack(*what, begin, end, *where))
         return found
 
-    def result(self) -> Room:
+    def result(self) -> Buffer:
         """The images, once all of them are there."""
         self._decoders.send(self)
         while self.unfinished:
@@ -89,7 +91,7 @@ class Batch:
         if self.mistake:
             self._decoders.slots.give_back(self.slot)
             raise UserError(self.mistake)
-        return self._decoders.slots.room(self.slot, self._count)
+        return self._decoders.slots.buffer(self.slot, self._count)
 
     def done(self) -> bool:
         self._decoders.exchange(wait=False)
@@ -101,22 +103,28 @@ class Batch:
             self._decoders.slots.give_back(self.slot)
 
 
-class DecodersPart:
-    """What the processes do for training, or for validation. `busy_seconds` is their work so far,
-    all together, of which `core_seconds` on a core or waiting for one, and not for storage."""
+class SplitReader:
+    """What the processes do for training, or for validation."""
+
+    kind = "processes"
 
     def __init__(self, decoders: Decoders, number: int, shared: SharedOut | None) -> None:
         self._decoders, self.number, self.shared = decoders, number, shared
-        self.busy_seconds = self.core_seconds = 0.0
+        self.busy_seconds = 0.0
+        self.core_seconds: float | None = 0.0
 
     def submit(self, first: int, count: int) -> Batch:
         """Begin to read the images at `count` positions from `first` on."""
         return self._decoders.submit(self, first, count, list(self._pieces(first, count)))
 
+    def worked(self, seconds: float, core_seconds: float) -> None:
+        self.busy_seconds += seconds
+        self.core_seconds = (self.core_seconds or 0.0) + core_seconds
+
     def _pieces(self, first: int, count: int) -> Iterator[Piece]:
         last = first + count
-        parts = [(first, last, 0)] if self.shared is None else self.shared.by_epoch(first, last)
-        for low, high, epoch in parts:
+        spans = [(first, last, 0)] if self.shared is None else self.shared.by_epoch(first, last)
+        for low, high, epoch in spans:
             for begin in range(low, high, self._decoders.piece):
                 yield begin - first, min(begin + self._decoders.piece, high) - first, epoch
 
@@ -134,53 +142,67 @@ class Decoders:
         reading: int,
         pinned: bool,
         shared: SharedOut | None = None,
+        left_out: Sequence[int] = (),
     ) -> None:
         self._shared = shared
         # Large pieces cost less each; small ones leave no process idle beside the others.
         self.piece = min(max(_LEAST_PIECE, layout.count * reading // (4 * processes)), _MOST_PIECE)
-        self.slots = Slots(layout, reading, pinned)
         self._held: list[Batch] = []  # until their images were received
         self._batches: dict[int, Batch] = {}
         self._unsent: deque[bytes] = deque()
         self._received = b""
-        theirs_in, self._requests = os.pipe()
-        self._replies, theirs_out = os.pipe()
-        for ours in (self._requests, self._replies):
-            os.set_blocking(ours, False)
-            _enlarge(ours)
-        files = [theirs_in, theirs_out, self.slots.file]
-        received = None if shared is None else shared.file
-        task = {
-            "config": config.to_json(),
-            "form": layout.form,
-            "dtype": str(layout.dtype).removeprefix("torch."),
-            "processes": processes,
-            "slot_bytes": self.slots.nbytes,
-            "files": files,
-            "received": received,
-        }
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            # -P: what lies in the folder of the run must not stand in for a library.
-            [sys.executable, "-P", "-m", "megabatch.data.child", json.dumps(task)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=files if received is None else [*files, received],
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            # A group of their own: Ctrl-C is for the run, and what hangs can be ended together.
-            process_group=0,
-        )
-        os.close(theirs_in)
-        os.close(theirs_out)
+        self._started: list[int] = []
+        self._looked = time.monotonic()
+        self._stopped_since: float | None = None
+        with contextlib.ExitStack() as ending:
+            self.slots = ending.enter_context(Slots(layout, reading, pinned))
+            (theirs_in, requests), (replies, theirs_out) = _pipe(ending), _pipe(ending)
+            self._requests, self._replies = requests.fileno(), replies.fileno()
+            for ours in (self._requests, self._replies):
+                os.set_blocking(ours, False)
+                _enlarge(ours)
+            files = [theirs_in.fileno(), theirs_out.fileno(), self.slots.file]
+            received = None if shared is None else shared.file
+            task = {
+                "config": config.to_json(),
+                "form": layout.form,
+                "dtype": str(layout.dtype).removeprefix("torch."),
+                "processes": processes,
+                "slot_bytes": self.slots.nbytes,
+                "files": files,
+                "received": received,
+                "left_out": list(left_out),
+            }
+            root = str(Path(__file__).parents[2])
+            path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+            self._process = subprocess.Popen(
+                # -P: what lies in the folder of the run must not stand in for a library.
+                [sys.executable, "-P", "-m", "megabatch.data.child", json.dumps(task)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=files if received is None else [*files, received],
+                env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                # A group of their own: Ctrl-C is for the run, and what hangs can be ended together.
+                process_group=0,
+            )
+            ending.callback(_end, self._process)
+            theirs_in.close()
+            theirs_out.close()
+            self._ending = ending.pop_all()
 
-    def part(self, number: int) -> DecodersPart:
-        return DecodersPart(self, number, self._shared if number == TRAINING else None)
+    @property
+    def processes(self) -> list[int]:
+        """The first, which opens the images and then waits for the others, and those that have
+        reported themselves since, which decode."""
+        return [self._process.pid, *self._started]
 
-    def submit(self, part: DecodersPart, first: int, count: int, pieces: list[Piece]) -> Batch:
+    def split(self, number: int) -> SplitReader:
+        return SplitReader(self, number, self._shared if number == TRAINING else None)
+
+    def submit(self, split: SplitReader, first: int, count: int, pieces: list[Piece]) -> Batch:
         # Slots of micro-batches that nobody wants any more come back by themselves.
         while not self.slots.free and any(not batch.wanted for batch in self._batches.values()):
             self.exchange(wait=True)
-        batch = Batch(self, part, self.slots.take(), first, count, pieces)
+        batch = Batch(self, split, self.slots.take(), first, count, pieces)
         self._held.append(batch)
         self.exchange(wait=False)
         return batch
@@ -201,8 +223,8 @@ class Decoders:
         return held
 
     def exchange(self, wait: bool) -> None:
-        """Send what there is room for in the pipe, take in what came back; wait for something if
-        asked to."""
+        """Send as much as the pipe takes, take in what came back; wait for something if asked
+        to."""
         for batch in [batch for batch in self._held if batch.received]:
             self.send(batch)
         if wait:
@@ -212,14 +234,13 @@ class Decoders:
             while self._unsent:
                 os.write(self._requests, self._unsent[0])
                 self._unsent.popleft()
-        try:
+        with contextlib.suppress(BlockingIOError):
             news = os.read(self._replies, _PIPE_BYTES)
-        except BlockingIOError:
-            return
-        if not news:
-            raise self._ended()
-        self._received += news
-        self._take_in()
+            if not news:
+                raise self._ended()
+            self._received += news
+            self._take_in()
+        self._look()
 
     def _wait(self) -> None:
         """Until the pipes are ready, or a while has passed."""
@@ -227,9 +248,34 @@ class Decoders:
         poll.register(self._replies, select.POLLIN)
         if self._unsent:
             poll.register(self._requests, select.POLLOUT)
-        # If the first was killed nobody speaks for the others any more.
-        if not poll.poll(_GLANCE_SECONDS * 1000) and self._process.poll() is not None:
+        poll.poll(_LOOK_SECONDS * 1000)
+
+    def _look(self) -> None:
+        """Now and then: whether all processes live. The first reports how another ended, but nobody
+        would if the first was killed, or stopped."""
+        now, before = time.monotonic(), self._looked
+        if now - before < _LOOK_SECONDS:
+            return
+        self._looked = now
+        first, *others = ((pid, _state(pid)) for pid in self.processes)
+        if first[1] in _DEAD:
             raise self._ended()
+        dead = [pid for pid, state in others if state in _DEAD]
+        if dead:
+            raise RunFailed(
+                f"the decoding process {dead[0]} ended, and images it had were not read"
+            )
+        stopped = [str(pid) for pid, state in (first, *others) if state == "T"]
+        if not stopped:
+            self._stopped_since = None
+        elif self._stopped_since is None or now - before > 3 * _LOOK_SECONDS:
+            self._stopped_since = now  # also where this process itself was stopped meanwhile
+        elif now - self._stopped_since >= STOPPED_SECONDS:
+            raise RunFailed(
+                f"decoding is held up: process {', '.join(stopped)} has been stopped for "
+                f"{STOPPED_SECONDS:g} s; whoever stopped it can continue it (kill -CONT), and the "
+                f"run goes on with --resume"
+            )
 
     def _take_in(self) -> None:
         while len(self._received) >= REPLY.size:
@@ -238,13 +284,15 @@ class Decoders:
                 return
             words = self._received[REPLY.size : REPLY.size + length].decode(errors="replace")
             self._received = self._received[REPLY.size + length :]
+            if outcome == STARTED:
+                self._started.append(int(words))
+                continue
             if outcome == FAILURE:
                 raise RunFailed(words)
             if slot == NO_SLOT:
                 raise UserError(words)
             batch = self._batches[slot]
-            batch.part.busy_seconds += seconds
-            batch.part.core_seconds += core_seconds
+            batch.split.worked(seconds, core_seconds)
             batch.unfinished -= 1
             batch.mistake = batch.mistake or words
             if batch.unfinished == 0:
@@ -253,7 +301,11 @@ class Decoders:
                     self.slots.give_back(slot)
 
     def _ended(self) -> RunFailed:
-        status = self._process.wait()
+        # It is not waited for yet: its number, which is its group's too, must stay its own.
+        found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        assert found is not None
+        killed = found.si_code != os.CLD_EXITED
+        status = -found.si_status if killed else found.si_status
         return RunFailed(
             f"the decoding processes ended (exit status {status}) while images were still to be "
             f"read; --data.processes never decodes in threads instead"
@@ -262,16 +314,41 @@ class Decoders:
     def close(self) -> None:
         """End the processes; images that were handed out stay valid, except on their way to a
         GPU."""
-        os.close(self._requests)
-        # All of them at once: what they still read nobody wants.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        os.close(self._replies)
-        self.slots.close()
+        self._ending.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """All of them at once: what they still read nobody wants."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _state(process: int) -> str:
+    """The letter by which the system says what a process does; nothing if it is not there."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _pipe(ending: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    """The two ends of a pipe, closed at the end at the latest."""
+    out, into = os.pipe()
+    return (
+        ending.enter_context(open(out, "rb", buffering=0)),
+        ending.enter_context(open(into, "wb", buffering=0)),
+    )
 
 
 def _enlarge(pipe: int) -> None:
-    """Room for many requests, so that few of them wait here; where that is not allowed they do."""
+    """For many requests, so that few of them wait here; where that is not allowed they do."""
     with contextlib.suppress(PermissionError):
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)

@@ -8,17 +8,19 @@ import numpy
 import torch
 from torch import Tensor
 
+from megabatch.config import Config
 from megabatch.data.crop import choose_boxes, crop_on_device
-from megabatch.data.decoded import Decoded, FromPack, with_channels
-from megabatch.data.jpeg import Pixels, pixels
-from megabatch.data.room import form_of
+from megabatch.data.decoded import Decoded
+from megabatch.data.slots import form_of
+from megabatch.data.source import Source
+from megabatch.errors import UserError
 
 _SLAB = 4096
-_ROOM = 0.3
-"""share of the device's free memory that images may take; the model needs the rest"""
+_SHARE_OF_MEMORY = 0.3
+"""of the device's free memory, that images may take; the model needs the rest"""
 
 
-class Resident:
+class Resident(Source):
     """A packed set of one size on a device. Reading is work for the device alone."""
 
     instant = True
@@ -26,24 +28,17 @@ class Resident:
     def __init__(self, source: Decoded, device: torch.device, threads: int) -> None:
         self.data, self.classes = source.data, source.classes
         self.mean, self.std = source.mean, source.std
-        shape = image_shape(source)
+        shape = _image_shape(source)
         assert shape is not None
         self._device, self._height, self._width = device, *shape[:2]
-        channels = source.data.channels
         self._images = torch.empty(
-            (len(source), *shape[:2], channels), dtype=torch.uint8, device=device
+            (len(source), *shape[:2], source.data.channels), dtype=torch.uint8, device=device
         )
         self._labels = source.labels.to(device)
 
-        def decoded(number: int) -> Pixels:
-            stored = source.records.record(number)
-            if isinstance(stored, numpy.ndarray):
-                return with_channels(stored, channels)
-            return pixels(stored, channels)
-
         with ThreadPoolExecutor(threads) as pool:
             for first in range(0, len(source), _SLAB):
-                slab = pool.map(decoded, source.chosen[first : first + _SLAB].tolist())
+                slab = pool.map(source.whole_image, range(first, min(first + _SLAB, len(source))))
                 images = torch.from_numpy(numpy.stack(list(slab)))
                 self._images[first : first + len(images)] = images.to(device)
 
@@ -70,17 +65,32 @@ class Resident:
         return tensor.to(self._device, non_blocking=True)
 
 
-def image_shape(source: object) -> tuple[int, int, int] | None:
+def make_resident(
+    source: Decoded, config: Config, device: torch.device, threads: int
+) -> Resident | None:
+    """The images of a source on the device, if the config says so or they fit."""
+    wish = config.data.resident
+    if wish == "always" and _image_shape(source) is None:
+        raise UserError(
+            "data.resident is always, but the images are no pack of one size: "
+            "pack them with --raw --size N"
+        )
+    # The free memory of the moment has no say in a run whose bits must not depend on it.
+    if wish == "never" or (wish == "auto" and (config.deterministic or not _fits(source, device))):
+        return None
+    return Resident(source, device, threads)
+
+
+def _image_shape(source: Decoded) -> tuple[int, int, int] | None:
     """The shape of a source's images, where it is a pack and they all agree."""
-    if isinstance(source, Decoded) and isinstance(source.records, FromPack):
-        return source.records.pack.about.shape
-    return None
+    return None if source.pack is None else source.pack.about.shape
 
 
-def fits(source: Decoded, device: torch.device) -> bool:
+def _fits(source: Decoded, device: torch.device) -> bool:
     """Whether the images of a pack may live on a GPU."""
-    shape = image_shape(source)
+    shape = _image_shape(source)
     if shape is None or device.type != "cuda":
         return False
     free, _ = torch.cuda.mem_get_info(device)
-    return len(source) * shape[0] * shape[1] * source.data.channels <= _ROOM * free
+    nbytes = len(source) * shape[0] * shape[1] * source.data.channels
+    return nbytes <= _SHARE_OF_MEMORY * free

@@ -1,28 +1,43 @@
 """Where images come from: a source reads images and labels by index, and knows nothing of workers.
 
 A source gives uint8 images, cropped to the size the model sees by the draws it is handed (none: the
-evaluation crop), or float images that are taken as they are. The loader does the rest.
+evaluation crop), or float images that are taken as they are. The loader does the rest. Here are the
+sources that need no decoding: images in memory, and anyone's own data set.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy
 import torch
 from torch import Tensor
 
 from megabatch.config import Config
-from megabatch.data.room import Room
+from megabatch.data.crop import crop_draws
+from megabatch.data.packfile import Pack
+from megabatch.data.slots import Buffer, Layout
 from megabatch.errors import UserError
-from megabatch.keyed import Purpose, keyed
+from megabatch.keyed import Purpose, keyed, shuffled
+
+Writer = Callable[[int, Buffer], None]
+"""position of the first image, a buffer -> as many images as the buffer has rows are in it"""
 
 
 class Source(Protocol):
-    """Images by index. `mean` and `std` are of the channels, on a scale of 0 to 1; an `instant`
-    source is not worth a thread."""
+    """Images by index. `mean` and `std` are of the channels, on a scale of 0 to 1."""
 
-    instant: bool
+    instant: bool = False
+    """reading is not worth a thread"""
+    separable: bool = False
+    """another process can open the same images"""
+    left_out: tuple[int, ...] = ()
+    """unreadable images that are passed over, by their number in the origin"""
+    notes: tuple[str, ...] = ()
+    """what a user should know of the images, a line each"""
 
     classes: int
     mean: tuple[float, ...]
@@ -35,15 +50,23 @@ class Source(Protocol):
         randomness."""
         ...
 
+    @property
+    def pack(self) -> Pack | None:
+        """The pack that the images lie in, if they do."""
+        return None
 
-@runtime_checkable
-class Fills(Source, Protocol):
-    """A source of bytes that reads into room of the caller's, in pieces."""
+    @property
+    def stored_size(self) -> int | None:
+        """The shortest side a JPEG pack was made with (0: untouched; None: no JPEG pack)."""
+        return None
 
-    def fill(self, room: Room, indices: Tensor, draws: Tensor | None) -> None: ...
+    def writer(self, config: Config, layout: Layout, training: bool) -> Writer | None:
+        """What brings images into buffers piece by piece, in any number of threads; None for a
+        source that reads micro-batches whole."""
+        return None
 
 
-class Memory:
+class Memory(Source):
     """Images that are in memory, all of one size."""
 
     instant = True
@@ -60,7 +83,7 @@ class Memory:
         return self.images[indices], self.labels[indices]
 
 
-class Part:
+class Subset(Source):
     """Some images of a source."""
 
     def __init__(self, source: Source, indices: Tensor) -> None:
@@ -75,36 +98,20 @@ class Part:
         return self._source.read(self._indices[indices], draws)
 
 
-class MapStyle:
-    """Anyone's map-style data set: items are (image, label), an image a tensor, an array or
-    PIL's."""
+@dataclass(frozen=True)
+class Order:
+    """Which image stands at a position, and the randomness of its crop: in training the endless
+    shuffled stream, in evaluation each image in its place, without randomness."""
 
-    instant = False
-    mean: tuple[float, ...] = (0.5,)
-    std: tuple[float, ...] = (0.25,)
+    seed: int
+    images: int
+    training: bool
 
-    def __init__(self, dataset: Any, classes: int) -> None:
-        self._dataset = dataset
-        self.classes = len(getattr(dataset, "classes", ())) or classes
+    def indices(self, positions: Tensor) -> Tensor:
+        return shuffled(self.seed, positions, self.images) if self.training else positions
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-        items = [self._dataset[index] for index in indices.tolist()]
-        images = torch.stack([_as_image(image) for image, *_ in items])
-        return images, torch.tensor([int(label) for _, label, *_ in items])
-
-
-def _as_image(image: Any) -> Tensor:
-    if isinstance(image, Tensor):
-        return image
-    array = numpy.asarray(image)
-    if array.dtype == numpy.uint8 and array.ndim == 2:  # PIL's grey
-        array = array[None]
-    elif array.dtype == numpy.uint8 and array.ndim == 3 and array.shape[2] in (1, 3):  # PIL's RGB
-        array = array.transpose(2, 0, 1)
-    return torch.from_numpy(numpy.ascontiguousarray(array))
+    def draws(self, positions: Tensor) -> Tensor | None:
+        return crop_draws(self.seed, positions) if self.training else None
 
 
 def hold_out_order(count: int, share: float) -> tuple[Tensor, Tensor]:
@@ -123,36 +130,153 @@ def hold_out_order(count: int, share: float) -> tuple[Tensor, Tensor]:
 def hold_out(source: Source, share: float) -> tuple[Source, Source]:
     """Two parts of a source, the second a share of its images."""
     train, val = hold_out_order(len(source), share)
-    return Part(source, train), Part(source, val)
+    return Subset(source, train), Subset(source, val)
 
 
-def open_sources(config: Config, data: Any = None) -> tuple[Source, Source]:
-    """The training and the validation images of a run; `data` is a caller's own set, or two of
-    them."""
-    if data is not None:
-        if isinstance(data, tuple | list) and len(data) == 2:
-            train, val = (MapStyle(part, config.data.classes) for part in data)
-            return train, val
-        return hold_out(MapStyle(data, config.data.classes), config.data.val_share)
-    kind = config.data.kind
-    if config.data.local_copy and kind != "pack":
-        raise UserError(
-            "data.local_copy copies packs, but the images are no pack: make one with megabatch pack"
+# --- callers' own data sets --------------------------------------------------------------------
+
+_IMAGE_KEYS = ("image", "img", "pixel_values")
+_LABEL_KEYS = ("label", "labels", "target")
+
+
+class OwnData(Source):
+    """Anyone's map-style data set: items are (image, label) or a dict of them, an image a tensor,
+    an array or PIL's, a label a class number or one-hot."""
+
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.25,)
+
+    def __init__(self, dataset: Any, config: Config, title: str) -> None:
+        self._dataset, self._title = dataset, title
+        # A module of the caller's own takes what the caller gives it, as long as it is all alike.
+        data, own_model = config.data, config.model.startswith("own")
+        self._shape: tuple[int, ...] | None
+        self._shape = None if own_model else (data.channels, data.size, data.size)
+        for method in ("__len__", "__getitem__"):
+            if isinstance(dataset, str | bytes | Mapping) or not hasattr(dataset, method):
+                kind = type(dataset).__name__
+                raise UserError(
+                    f"{title} is {_article(kind)} {kind}, which cannot be read by index: give a "
+                    f"map-style data set of (image, label), as torch's DataLoader takes them"
+                )
+        if len(dataset) == 0:
+            raise UserError(f"{title} is empty: give a data set with images")
+        self.classes = _count_classes(dataset) or data.classes
+        first, _ = self._item(0)
+        self._shape = self._shape or tuple(first.shape)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+        items = [self._item(index) for index in indices.tolist()]
+        images = [image for image, _ in items]
+        # As torch would: items of several types become one type that holds them all.
+        dtype = images[0].dtype
+        for image in images[1:]:
+            dtype = torch.promote_types(dtype, image.dtype)
+        return torch.stack([image.to(dtype) for image in images]), torch.tensor(
+            [label for _, label in items]
         )
-    if kind in ("pack", "folder") and config.data.path == "":
-        raise UserError(
-            "no images were named: give --data.path a pack (FILE.arrow), or a folder with "
-            "train/CLASS/ and val/CLASS/"
-        )
-    if kind in ("pack", "folder"):
-        from megabatch.data.decoded import open_pack, open_published
 
-        return open_pack(config) if kind == "pack" else open_published(config)
-    if kind == "own":
-        raise UserError(
-            "data.source is own but no data was given: megabatch.train(config, data=...)"
-        )
-    from megabatch.data import builtin
+    def _item(self, index: int) -> tuple[Tensor, int]:
+        try:
+            item = self._dataset[index]
+        except Exception as error:
+            raise self._wrong(index, f"cannot be read ({type(error).__name__}: {error})") from error
+        image, label = self._image_and_label(index, item)
+        return self._as_image(index, image), self._as_label(index, label)
 
-    whole = builtin.digits(config.data) if kind == "digits" else builtin.synthetic(config)
-    return hold_out(whole, config.data.val_share)
+    def _image_and_label(self, index: int, item: Any) -> tuple[Any, Any]:
+        if isinstance(item, Mapping):
+            image = next((item[key] for key in _IMAGE_KEYS if key in item), None)
+            label = next((item[key] for key in _LABEL_KEYS if key in item), None)
+            if image is not None and label is not None:
+                return image, label
+            found = ", ".join(map(str, item)) or "nothing"
+            raise self._wrong(
+                index, f"holds {found}: name its parts image and label, or give (image, label)"
+            )
+        if isinstance(item, tuple | list) and len(item) >= 2:
+            return item[0], item[1]
+        kind = type(item).__name__
+        raise self._wrong(index, f"is {_article(kind)} {kind}: give (image, label)")
+
+    def _as_image(self, index: int, image: Any) -> Tensor:
+        channels = self._shape[0] if self._shape else None
+        if hasattr(image, "convert") and hasattr(image, "mode"):  # Pillow's
+            modes = {1: "L", 3: "RGB"}
+            if channels in modes:
+                image = image.convert(modes[channels])
+            elif image.mode not in modes.values():
+                image = image.convert("RGB")
+        if not isinstance(image, Tensor):
+            array = numpy.asarray(image)
+            if array.dtype.kind not in "buif":
+                kind = type(image).__name__
+                raise self._wrong(index, f"has {_article(kind)} {kind} where its image should be")
+            if array.dtype == numpy.uint8 and array.ndim == 3 and array.shape[2] in (1, 3):
+                array = array.transpose(2, 0, 1)  # as Pillow and OpenCV have them
+            image = torch.from_numpy(numpy.array(array))
+        grey = image.dtype == torch.uint8 if self._shape is None else len(self._shape) == 3
+        if image.ndim == 2 and grey:
+            image = image[None]
+        if self._shape is not None and image.shape != self._shape:
+            raise self._wrong(
+                index,
+                f"is an image of {_by(image.shape)}, but {_by(self._shape)} (channels, height, "
+                f"width) is wanted: resize the images of the data set, or set data.size and "
+                f"data.channels",
+            )
+        return image.detach()
+
+    def _as_label(self, index: int, label: Any) -> int:
+        if isinstance(label, Tensor):
+            label = label.detach().cpu().numpy()
+        if isinstance(label, numpy.ndarray | list | tuple):
+            values = numpy.asarray(label)
+            if values.size == 1:
+                label = values.reshape(-1)[0]
+            elif values.dtype.kind in "buif" and values.ndim == 1 and _one_hot(values):
+                label = values.argmax()
+        if not isinstance(label, numbers.Real) or not float(label).is_integer():
+            raise self._wrong(
+                index, f"has the label {_short(label)}: labels are class numbers, or one-hot"
+            )
+        number = int(float(label))
+        if not 0 <= number < self.classes:
+            raise self._wrong(
+                index,
+                f"has the label {number}, but labels are 0 to {self.classes - 1}: leave the "
+                f"item out, or set data.classes",
+            )
+        return number
+
+    def _wrong(self, index: int, how: str) -> UserError:
+        return UserError(f"item {index} of {self._title} {how}")
+
+
+def _count_classes(dataset: Any) -> int:
+    """As torchvision's and Hugging Face's data sets say it (0: they do not)."""
+    features = getattr(dataset, "features", None)
+    listed = [getattr(dataset, "classes", None)]
+    if isinstance(features, Mapping):
+        listed += [getattr(features[key], "names", None) for key in _LABEL_KEYS if key in features]
+    return next((len(names) for names in listed if names), 0)
+
+
+def _one_hot(values: Any) -> bool:
+    return bool((values == values.max()).sum() == 1 and values.max() == 1 and values.sum() == 1)
+
+
+def _by(shape: Any) -> str:
+    return " x ".join(map(str, shape)) or "no dimensions"
+
+
+def _short(value: Any) -> str:
+    words = " ".join(repr(value).split())
+    return words if len(words) <= 40 else words[:37] + "..."
+
+
+def _article(word: str) -> str:
+    return "an" if word[:1].lower() in "aeiou" else "a"

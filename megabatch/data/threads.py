@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
+from megabatch.cluster import Cluster
 from megabatch.config import Config
-from megabatch.data.room import Layout, Room
-from megabatch.data.source import Fills, Source
-from megabatch.data.work import PIECE, Order, Work
+from megabatch.data.slots import Buffer, Layout
+from megabatch.data.source import Order, Source, Writer
+
+_PIECE = 32
+"""images of a piece: few enough that a micro-batch is finished by all threads together, enough that
+choosing their crops costs little"""
 
 T = TypeVar("T")
 
 
-class Pending(Protocol):
+def threads_of(config: Config, cluster: Cluster) -> int:
+    """How many threads a worker decodes with: as the config says, or its share of the machine's
+    cores."""
+    cores = len(os.sched_getaffinity(0))
+    return config.data.threads or max(1, cores // cluster.local_world)
+
+
+class FutureBatch(Protocol):
     """A micro-batch that is on its way."""
 
-    def result(self) -> Room:
+    def result(self) -> Buffer:
         """The images, once all of them are there."""
         ...
 
@@ -30,23 +42,25 @@ class Pending(Protocol):
     def cancel(self) -> None: ...
 
 
-class _Pending:
-    def __init__(self, join: Callable[[], Room], pieces: Sequence[Future[Any]]) -> None:
-        self._join, self._pieces = join, pieces
+class Reader(Protocol):
+    """Whoever reads ahead. `busy_seconds` is its work so far, all threads or processes together,
+    `core_seconds` how much of that on a core or waiting for one (None: not known)."""
 
-    def result(self) -> Room:
-        return self._join()
+    busy_seconds: float
+    core_seconds: float | None
+    kind: str
+    """what the work is done by"""
 
-    def done(self) -> bool:
-        return all(piece.done() for piece in self._pieces)
-
-    def cancel(self) -> None:
-        for piece in self._pieces:
-            piece.cancel()
+    def submit(self, first: int, count: int) -> FutureBatch:
+        """Begin to read the images at `count` positions from `first` on."""
+        ...
 
 
-class Reader:
-    """Threads that read a source. `busy_seconds` is their work so far, all together."""
+class ThreadReader:
+    """Threads that read a source."""
+
+    kind = "threads"
+    core_seconds: float | None = None  # waits for storage and for the interpreter look alike
 
     def __init__(
         self,
@@ -59,37 +73,38 @@ class Reader:
     ) -> None:
         self._source, self._layout, self._pinned = source, layout, pinned
         self._order = Order(config.seed, len(source), training)
-        self._work = Work(source, config, layout, training) if isinstance(source, Fills) else None
-        self._pool = ThreadPoolExecutor(threads, "reader")
+        self._write = source.writer(config, layout, training)
         self._lock = threading.Lock()
         self.busy_seconds = 0.0
+        self._pool = ThreadPoolExecutor(threads, "reader")
 
-    def submit(self, first: int, count: int) -> Pending:
-        """Begin to read the images at `count` positions from `first` on."""
+    def submit(self, first: int, count: int) -> FutureBatch:
         if self._source.instant:
-            return _Pending(lambda: self._read(first, count), [])
-        if self._work is None:
+            return _FutureBatch(lambda: self._read(first, count), [])
+        if self._write is None:
             whole = self._pool.submit(self._timed, self._read, first, count)
-            return _Pending(whole.result, [whole])
-        work = self._work
+            return _FutureBatch(whole.result, [whole])
+        return self._submit_pieces(self._write, first, count)
+
+    def _submit_pieces(self, write: Writer, first: int, count: int) -> FutureBatch:
         memory = torch.empty(self._layout.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
-        room = self._layout.views(memory, count)
+        buffer = self._layout.views(memory, count)
         pieces = [
-            self._pool.submit(self._timed, work.do, first + at, room.part(at, at + PIECE))
-            for at in range(0, count, PIECE)
+            self._pool.submit(self._timed, write, first + at, buffer.rows(at, at + _PIECE))
+            for at in range(0, count, _PIECE)
         ]
 
-        def join() -> Room:
+        def join() -> Buffer:
             for piece in pieces:
                 piece.result()
-            return room
+            return buffer
 
-        return _Pending(join, pieces)
+        return _FutureBatch(join, pieces)
 
-    def _read(self, first: int, count: int) -> Room:
+    def _read(self, first: int, count: int) -> Buffer:
         positions = torch.arange(first, first + count)
         indices, draws = self._order.indices(positions), self._order.draws(positions)
-        return Room(*self._source.read(indices, draws))
+        return Buffer(*self._source.read(indices, draws))
 
     def _timed(self, work: Callable[..., T], *arguments: object) -> T:
         began = time.perf_counter()
@@ -100,4 +115,26 @@ class Reader:
                 self.busy_seconds += time.perf_counter() - began
 
     def close(self) -> None:
+        """What has begun is finished, the rest is not begun."""
         self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _FutureBatch:
+    def __init__(self, join: Callable[[], Buffer], pieces: Sequence[Future[Any]]) -> None:
+        self._join, self._pieces = join, pieces
+
+    def result(self) -> Buffer:
+        return self._join()
+
+    def done(self) -> bool:
+        return all(piece.done() for piece in self._pieces)
+
+    def cancel(self) -> None:
+        for piece in self._pieces:
+            piece.cancel()

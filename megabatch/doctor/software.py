@@ -196,8 +196,9 @@ def check_torchvision(facts: Facts) -> Finding:
     index = f"cu{facts['cuda'].replace('.', '')}" if facts["cuda"] else "cpu"
     remedy = f"from the index of this torch: pip install torchvision --index-url {WHEELS}/{index}"
     if bad:
-        costs = "megabatch trains without them; scripts that import them fail, JPEGs are not "
-        return Finding(part, "limited", "; ".join(bad), f"{costs}decoded on GPUs", remedy)
+        costs = "megabatch trains without them; scripts that import them fail"
+        return Finding(part, "limited", "; ".join(bad), costs, remedy)
     if not good:
-        return Finding(part, "missing", "not installed", "JPEGs are not decoded on GPUs", remedy)
+        costs = "nothing: megabatch trains without them"
+        return Finding(part, "missing", "not installed", costs, remedy)
     return Finding(part, "works", ", ".join(good))

@@ -24,7 +24,7 @@ def digits() -> Config:
         stages=(Stage(8, 128), Stage(14, 256)),
         rate_follows_batch=True,
         label_smoothing=0.1,
-        data=Data(source="digits", size=8, channels=1, shift=1),
+        data=Data(source="digits", size=8, channels=1, shift=1, val_share=0.2),
         lr=LearningRate(reference=64.0, per=256, warmup=2, decay="poly", power=2),
         optimizer=OptimizerConfig(
             momentum=0.9,

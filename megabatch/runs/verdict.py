@@ -59,8 +59,8 @@ class Facts:
     """micro-batches a step, on average"""
     wire: str = "fp32"
     deterministic: bool = False
-    readers: Literal["processes", "threads", "gpu", "nobody"] = "processes"
-    """who decodes the images"""
+    readers: str = "processes"
+    """who decodes the images: processes, threads or nobody"""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,6 @@ def verdict(waits: Waits, facts: Facts) -> Verdict:
 def _compute_advice(waits: Waits, facts: Facts) -> str:
     """What is not waited for may still be in the way of what computes."""
     hidden = waits.reading / max(waits.seconds, 1e-9)
-    if facts.readers == "gpu" and hidden > _NOTABLE:
-        return "part of it is decoding on the GPU, beside training: try --data.decode cpu"
     if facts.readers == "threads" and hidden > _IN_THE_WAY:
         return "part of it is decoding in threads of this process: try --data.processes always"
     return "nothing to wait for"
@@ -99,8 +97,6 @@ def _compute_advice(waits: Waits, facts: Facts) -> str:
 
 def _input_advice(waits: Waits, facts: Facts) -> str:
     ways: list[str] = []
-    if facts.readers == "gpu":
-        return "decode on the host's cores (--data.decode cpu)"
     packed_size = round(facts.size * 8 / 7)
     stored_slowly = waits.on_cores is not None and waits.on_cores < _ON_CORES * waits.reading
     if facts.packed and stored_slowly:

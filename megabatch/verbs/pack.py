@@ -84,7 +84,7 @@ def _check(flags: PackFlags) -> None:
 
 
 def _pack(flags: PackFlags, threads: int) -> tuple[int, dict[str, Any]]:
-    from megabatch.data.encode import Encoding
+    from megabatch.data.jpeg import Encoding
     from megabatch.data.origins import open_origin
     from megabatch.data.packing import pack
 
@@ -124,7 +124,7 @@ def _pack(flags: PackFlags, threads: int) -> tuple[int, dict[str, Any]]:
 
 
 def _verify(path: Path, threads: int) -> tuple[int, dict[str, Any]]:
-    from megabatch.data.verify import verify
+    from megabatch.data.packfile import verify
 
     with _bar("verifying") as progress:
         found = verify(path, threads, progress)

@@ -27,6 +27,8 @@ class Origin(Protocol):
     train: int
     pixels: bool
     """reads give pixels, not files"""
+    notes: tuple[str, ...]
+    """what a user should know of it, a line each"""
 
     def name(self, index: int) -> str:
         """What the image is called; unique."""
@@ -34,6 +36,10 @@ class Origin(Protocol):
 
     def stamp(self, index: int) -> str:
         """Changes when the image may have changed: its file's size and time."""
+        ...
+
+    def seems_whole(self, index: int) -> bool:
+        """Whether a quick look finds nothing wrong with the image; True where none is possible."""
         ...
 
     def read(self, index: int) -> Encoded | Pixels:

@@ -7,8 +7,10 @@ numpy's names and refuses every other, so nothing in the file is ever executed.
 from __future__ import annotations
 
 import io
+import lzma
 import pickle
 import tarfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import numpy
 from numpy.typing import NDArray
 
 from megabatch.data.jpeg import Pixels
+from megabatch.data.origins.expanding import expanded
 from megabatch.data.origins.idx import Arrays
 from megabatch.errors import UserError
 
@@ -29,6 +32,10 @@ _KINDS: dict[str, tuple[list[str], str, int, str, str]] = {
     "CIFAR-10 Python": (_TRAIN, "test_batch", 0, "labels", "batches.meta"),
     "CIFAR-100 Python": (["train"], "test", 0, "fine_labels", "meta"),
 }
+
+
+_NAMES = {name for train, test, *_, names in _KINDS.values() for name in (*train, test, names)}
+_MOST_BYTES = 256 << 20
 
 
 def found_at(path: Path) -> bool:
@@ -67,16 +74,19 @@ def _plain_files(path: Path) -> dict[str, Any]:
 
 
 def _unpacked(path: Path) -> dict[str, Any]:
+    """The files of an archive that a CIFAR data set has; others are not looked at."""
+    found: dict[str, Any] = {}
     try:
-        with tarfile.open(path) as archive:
-            members = [member for member in archive if member.isfile()]
-            return {
-                Path(member.name).name: opened.read()
-                for member in members
-                if (opened := archive.extractfile(member)) is not None
-            }
-    except (tarfile.TarError, OSError, EOFError) as error:
+        with expanded(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in archive:
+                name = Path(member.name).name
+                if member.isfile() and name in _NAMES and member.size <= _MOST_BYTES:
+                    opened = archive.extractfile(member)
+                    assert opened is not None
+                    found[name] = opened.read()
+    except (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"the archive {path} cannot be read: {error}") from None
+    return found
 
 
 def _kind(names: Iterable[str]) -> str | None:

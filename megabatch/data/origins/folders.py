@@ -1,24 +1,32 @@
 """Folders of class folders, with or without train and val, and Tiny ImageNet's own layout.
 
-Links are followed. Names are ordered by their bytes, so the order is the same on every machine.
+Links are followed, hidden files are passed over. Names are ordered by their bytes, so the order is
+the same on every machine.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import numpy
 from numpy.typing import NDArray
 
+from megabatch.data.jpeg import ends_well
 from megabatch.errors import UserError
 
-SUFFIXES = (".jpg", ".jpeg", ".png")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", ".tiff")
 VAL_NAMES = ("val", "validation", "valid", "test")
 _ANNOTATIONS = "val_annotations.txt"
+_MOST_BYTES = 1 << 30  # of one file
+_NAMED = 3
+_AT_AN_END = 64
 
 
 class Names:
@@ -52,6 +60,7 @@ class Folders:
     train: int
     names: Names
     """paths below the root"""
+    notes: tuple[str, ...] = ()
     pixels = False
 
     def name(self, index: int) -> str:
@@ -66,8 +75,31 @@ class Folders:
         return f"{found.st_size} {found.st_mtime_ns}"
 
     def read(self, index: int) -> bytes:
-        with open(os.path.join(self.root, self.names[index]), "rb") as file:
-            return file.read()
+        with self._opened(index) as file:
+            return file.read(_MOST_BYTES)
+
+    def seems_whole(self, index: int) -> bool:
+        """Whether a file can be opened, and begins and ends as an image does."""
+        try:
+            with self._opened(index) as file:
+                head = file.read(_AT_AN_END)
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - _AT_AN_END))
+                return ends_well(head, file.read(_AT_AN_END), size)
+        except OSError:
+            return False
+
+    @contextmanager
+    def _opened(self, index: int) -> Iterator[IO[bytes]]:
+        # Not blocking: a pipe that is called an image would be waited for, a device never ends.
+        path = os.path.join(self.root, self.names[index])
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", 0) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError("it is no plain file")
+            if found.st_size > _MOST_BYTES:
+                raise OSError(f"it has {found.st_size:,} bytes")
+            yield file
 
 
 def found_at(path: Path) -> bool:
@@ -75,22 +107,20 @@ def found_at(path: Path) -> bool:
 
 
 def open_at(path: Path) -> Folders:
-    splits = _splits(path)
-    if splits is None:
-        names, labels, classes = _listed(path, path, _class_folders(path))
-        return Folders("folder", str(path), classes, labels, len(names), names)
-    train_root, val_root = splits
+    splits, passed = _splits(path), _PassedOver()
+    train_root, val_root = (path, None) if splits is None else splits
     classes = _class_folders(train_root)
-    names, labels, _ = _listed(path, train_root, classes)
+    names, labels = _listed(path, train_root, classes, classes, passed)
     train = len(names)
     if val_root is None:
-        return Folders("folder", str(path), classes, labels, train, names)
+        return Folders("folder", str(path), classes, labels, train, names, passed.notes)
     more: Iterable[str]
     if (val_root / _ANNOTATIONS).is_file() and (val_root / "images").is_dir():
         more, more_labels = _annotated(path, val_root, classes)
         kind = "Tiny ImageNet"
     else:
-        more, more_labels, val_classes = _listed(path, val_root, _class_folders(val_root), classes)
+        val_classes = _class_folders(val_root)
+        more, more_labels = _listed(path, val_root, val_classes, classes, passed)
         kind = "folder"
         strange = sorted(set(val_classes) - set(classes))
         if strange:
@@ -99,7 +129,8 @@ def open_at(path: Path) -> Folders:
                 f"have no label; add it to both or remove it"
             )
     names.extend(more)
-    return Folders(kind, str(path), classes, numpy.concatenate([labels, more_labels]), train, names)
+    labels = numpy.concatenate([labels, more_labels])
+    return Folders(kind, str(path), classes, labels, train, names, passed.notes)
 
 
 def _splits(path: Path) -> tuple[Path, Path | None] | None:
@@ -117,36 +148,66 @@ def _splits(path: Path) -> tuple[Path, Path | None] | None:
 
 def _class_folders(root: Path) -> list[str]:
     with os.scandir(root) as entries:
-        names = [
-            entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
-        ]
+        names = [entry.name for entry in entries if entry.is_dir() and not _hidden(entry.name)]
     return sorted(names, key=os.fsencode)
 
 
+def _hidden(name: str) -> bool:
+    """Also what a Mac adds to an archive."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+@dataclass
+class _PassedOver:
+    """What lies beside the images."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, folder: Path, names: list[str]) -> None:
+        self.count += len(names)
+        for name in names[: _NAMED - len(self.first)]:
+            self.first.append(os.fsencode(folder / name).decode(errors="backslashreplace"))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self.count == 0:
+            return ()
+        more = ", ..." if self.count > _NAMED else ""
+        what = "file that is no image" if self.count == 1 else "files that are no images"
+        return (f"passed over {self.count} {what}: {', '.join(self.first)}{more}",)
+
+
 def _listed(
-    top: Path, root: Path, folders: list[str], classes: list[str] | None = None
-) -> tuple[Names, NDArray[numpy.int32], list[str]]:
+    top: Path, root: Path, folders: list[str], classes: list[str], passed: _PassedOver
+) -> tuple[Names, NDArray[numpy.int32]]:
     """Paths below `top` of the images in class folders below `root`, and their labels."""
-    number = {name: label for label, name in enumerate(classes or folders)}
+    number = {name: label for label, name in enumerate(classes)}
     names = Names()
     labels = array("i")
     for folder in folders:
         where = root / folder
-        found = _images(where)
+        found, others = _images(where)
         if not found and (where / "images").is_dir():  # as Tiny ImageNet nests them
-            found = [f"images/{name}" for name in _images(where / "images")]
+            where = where / "images"
+            found, others = _images(where)
+        passed.add(where, others)
         names.extend(os.path.relpath(where / name, top) for name in found)
         labels.extend([number.get(folder, -1)] * len(found))
     if len(names) == 0:
-        raise UserError(f"{root} holds no JPEG or PNG images: they belong into {root}/CLASS/")
-    return names, numpy.array(labels, numpy.int32), folders
+        kinds = ", ".join(suffix.removeprefix(".") for suffix in SUFFIXES)
+        raise UserError(f"{root} holds no images ({kinds}): they belong into {root}/CLASS/")
+    return names, numpy.array(labels, numpy.int32)
 
 
-def _images(folder: Path) -> list[str]:
+def _images(folder: Path) -> tuple[list[str], list[str]]:
+    """The names of images, and what else is there."""
     with os.scandir(folder) as entries:
         # No question whether it is a file: a dangling link is to be reported, not passed over.
-        names = [entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES)]
-    return sorted(names, key=os.fsencode)
+        names = [entry.name for entry in entries if not _hidden(entry.name)]
+    names.sort(key=os.fsencode)
+    images = [name for name in names if name.lower().endswith(SUFFIXES)]
+    return images, [name for name in names if not name.lower().endswith(SUFFIXES)]
 
 
 def _annotated(top: Path, val: Path, classes: list[str]) -> tuple[list[str], NDArray[numpy.int32]]:
@@ -154,11 +215,15 @@ def _annotated(top: Path, val: Path, classes: list[str]) -> tuple[list[str], NDA
     number = {name: label for label, name in enumerate(classes)}
     names: list[str] = []
     labels: list[int] = []
-    for row, line in enumerate((val / _ANNOTATIONS).read_text().splitlines(), 1):
+    for row, line in enumerate((val / _ANNOTATIONS).read_text(errors="replace").splitlines(), 1):
         words = line.split("\t")
         if len(words) < 2 or words[1] not in number:
             raise UserError(
                 f"line {row} of {val / _ANNOTATIONS} names no class of the train part: {line[:60]}"
+            )
+        if not words[0] or words[0] != os.path.basename(words[0]) or words[0] in (".", ".."):
+            raise UserError(
+                f"line {row} of {val / _ANNOTATIONS} names no file in {val / 'images'}: {line[:60]}"
             )
         names.append(os.path.relpath(val / "images" / words[0], top))
         labels.append(number[words[1]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 import zlib
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy
 from numpy.typing import NDArray
 
 from megabatch.data.jpeg import Pixels
+from megabatch.data.origins.expanding import expanded
 from megabatch.errors import UserError
 
 _UNSIGNED_BYTES = 8
@@ -29,6 +29,7 @@ class Arrays:
     classes: list[str]
     stamped: str
     pixels = True
+    notes = ()
 
     def name(self, index: int) -> str:
         part, at = self._place(index)
@@ -36,6 +37,9 @@ class Arrays:
 
     def stamp(self, index: int) -> str:
         return self.stamped
+
+    def seems_whole(self, index: int) -> bool:
+        return True
 
     def read(self, index: int) -> Pixels:
         part, at = self._place(index)
@@ -88,17 +92,18 @@ def _pair(path: Path, part: str) -> tuple[Path | None, Path | None]:
 def read_idx(path: Path) -> NDArray[numpy.uint8]:
     """The array in an idx file of unsigned bytes."""
     try:
-        raw = path.read_bytes()
-        data = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        with expanded(path) as file:
+            head = file.read(4)
+            if len(head) < 4 or head[:2] != b"\0\0" or head[2] != _UNSIGNED_BYTES:
+                raise UserError(f"{path} is no idx file of bytes: its magic number is {head.hex()}")
+            sides = file.read(4 * head[3])
+            data = file.read()
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-    if len(data) < 4 or data[:2] != b"\0\0" or data[2] != _UNSIGNED_BYTES:
-        raise UserError(f"{path} is no idx file of bytes: its magic number is {data[:4].hex()}")
-    head = 4 + 4 * data[3]
-    shape = numpy.frombuffer(data[4:head], ">u4").tolist()
-    if len(data) != head + math.prod(shape):
+    shape = numpy.frombuffer(sides.ljust(4 * head[3], b"\0"), ">u4").tolist()
+    if len(data) != math.prod(shape):
         raise UserError(
-            f"{path} is damaged: it has {len(data) - head:,} bytes for {shape}, "
+            f"{path} is damaged: it has {len(data):,} bytes for {shape}, "
             f"which need {math.prod(shape):,}"
         )
-    return numpy.frombuffer(data, numpy.uint8, offset=head).reshape(shape)
+    return numpy.frombuffer(data, numpy.uint8).reshape(shape)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from megabatch.data.origins.expanding import bound_of
 from megabatch.data.origins.folders import VAL_NAMES
 from megabatch.errors import UserError
 
@@ -30,6 +31,7 @@ class Parquet:
     """images up to the end of each row group"""
     kind: str = "parquet"
     pixels = False
+    notes = ()
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -41,6 +43,9 @@ class Parquet:
     def stamp(self, index: int) -> str:
         found = self.groups[self._place(index)[0]][0].stat()
         return f"{found.st_size} {found.st_mtime_ns}"
+
+    def seems_whole(self, index: int) -> bool:
+        return True
 
     def read(self, index: int) -> bytes:
         group, row = self._place(index)
@@ -62,6 +67,11 @@ class Parquet:
         from pyarrow import compute, parquet
 
         with parquet.ParquetFile(path) as file:
+            if file.metadata.row_group(group).total_byte_size > bound_of(path):
+                raise UserError(
+                    f"{path} claims to expand to many times its size, which images do not: "
+                    f"it is not read"
+                )
             table = file.read_row_group(group, columns=["image.bytes"])
         return compute.struct_field(table.column("image"), "bytes")
 
@@ -116,7 +126,7 @@ def _files(path: Path) -> list[Path]:
 
 def _class_names(schema: Any) -> list[str]:
     try:
-        said = json.loads((schema.metadata or {})[b"huggingface"])
-        return [str(name) for name in said["info"]["features"]["label"]["names"]]
+        described = json.loads((schema.metadata or {})[b"huggingface"])
+        return [str(name) for name in described["info"]["features"]["label"]["names"]]
     except (KeyError, TypeError, ValueError):
         return []

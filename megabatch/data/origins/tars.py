@@ -10,13 +10,14 @@ import io
 import os
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy
 from numpy.typing import NDArray
 
+from megabatch.data.origins.expanding import expanded
 from megabatch.errors import UserError
 
 _TRAIN, _VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
@@ -34,27 +35,29 @@ class Tars:
     sizes: NDArray[numpy.int64]
     kind: str = "ILSVRC2012"
     pixels = False
-    _files: dict[str, int] = field(default_factory=dict)
+    notes = ()
 
     def name(self, index: int) -> str:
         return f"{'train' if index < self.train else 'val'}/{self.names[index]}"
 
     def stamp(self, index: int) -> str:
-        found = os.fstat(self._file(index))
+        found = self._path(index).stat()
         return f"{self.offsets[index]} {found.st_size} {found.st_mtime_ns}"
 
     def read(self, index: int) -> bytes:
         size, offset = int(self.sizes[index]), int(self.offsets[index])
-        data = os.pread(self._file(index), size, offset)
+        # Opened anew each time, which is little beside the decoding, and nothing is left open.
+        with self._path(index).open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), size, offset)
         if len(data) != size:
             raise OSError("the tar file ends inside it")
         return data
 
-    def _file(self, index: int) -> int:
-        name = _TRAIN if index < self.train else _VAL
-        if name not in self._files:
-            self._files[name] = os.open(self.root / name, os.O_RDONLY)
-        return self._files[name]
+    def seems_whole(self, index: int) -> bool:
+        return True
+
+    def _path(self, index: int) -> Path:
+        return self.root / (_TRAIN if index < self.train else _VAL)
 
 
 def found_at(path: Path) -> bool:
@@ -64,13 +67,13 @@ def found_at(path: Path) -> bool:
 def open_at(path: Path) -> Tars:
     inner: dict[str, list[tuple[str, int, int]]] = {}
     try:
-        with tarfile.open(path / _TRAIN) as outer:
+        with tarfile.open(path / _TRAIN, "r:") as outer:
             for member, at, _ in _members(outer):
                 opened = outer.extractfile(member)
                 if opened is None or not member.name.endswith(".tar"):
                     continue
                 wnid = Path(member.name).stem
-                with tarfile.open(fileobj=opened) as archive:
+                with tarfile.open(fileobj=opened, mode="r:") as archive:
                     found = [(m.name, at + first, size) for m, first, size in _members(archive)]
                 inner[wnid] = sorted(found)
         val = _val(path) if (path / _VAL).is_file() else []
@@ -108,7 +111,7 @@ def _members(archive: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, int, i
 
 
 def _val(path: Path) -> list[tuple[str, int, int]]:
-    with tarfile.open(path / _VAL) as archive:
+    with tarfile.open(path / _VAL, "r:") as archive:
         return sorted((m.name, at, size) for m, at, size in _members(archive))
 
 
@@ -143,7 +146,10 @@ def _val_wnids(path: Path) -> list[str]:
         raise UserError(
             f"the labels in {_DEVKIT} are a MATLAB file, which scipy reads: pip install scipy"
         ) from None
-    with tarfile.open(path / _DEVKIT) as archive:
+    with (
+        expanded(path / _DEVKIT) as file,
+        tarfile.open(fileobj=file, mode="r:") as archive,
+    ):
         parts: dict[str, IO[bytes]] = {}
         for member in archive:
             for wanted in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):

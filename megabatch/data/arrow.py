@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy
 from numpy.typing import NDArray
 
-from megabatch.data.packfile import RUNS, About, sealed
+from megabatch.data.packfile import COLUMNS, About, sealed
 
 _FAR = 10**17  # no position in a file has more digits
 
@@ -35,21 +35,21 @@ def write(
 ) -> None:
     """Write a whole pack; `copy_images` writes the images' bytes, in order, when their place is
     reached (it may seek over holes)."""
-    runs, batch_of = _columns(about, index)
-    text = _about_text(about, dict.fromkeys(RUNS, (_FAR, _FAR, 2**32 - 1)), _FAR)
-    room = len(text)
+    columns, batch_of = _columns(about, index)
+    text = _about_text(about, dict.fromkeys(COLUMNS, (_FAR, _FAR, 2**32 - 1)), _FAR)
+    length = len(text)
     # Positions do not depend on what the metadata says, only on how long it is: a first pass
     # without a file finds them.
     rehearsal = _Sink(None, lambda file: None)
-    _write_arrow(rehearsal, batch_of(sealed(text, room)))
+    _write_arrow(rehearsal, batch_of(sealed(text, length)))
     places = {
-        name: (position, length, zlib.crc32(runs[name]) if name in runs else 0)
-        for name, (position, length) in zip(RUNS, rehearsal.runs, strict=True)
+        name: (position, nbytes, zlib.crc32(columns[name]) if name in columns else 0)
+        for name, (position, nbytes) in zip(COLUMNS, rehearsal.columns, strict=True)
     }
     text = _about_text(about, places, rehearsal.position)
     sink = _Sink(file, copy_images)
-    _write_arrow(sink, batch_of(sealed(text, room)))
-    if sink.runs != rehearsal.runs or sink.position != rehearsal.position:
+    _write_arrow(sink, batch_of(sealed(text, length)))
+    if sink.columns != rehearsal.columns or sink.position != rehearsal.position:
         raise RuntimeError("Arrow laid the same columns out in two different ways")
 
 
@@ -63,7 +63,7 @@ def _columns(about: About, index: Index) -> tuple[dict[str, bytes], Callable[[by
     for name in index.names:  # one by one: so many strings at once would take more than all else
         names += name.encode()
         ends.append(len(names))
-    runs = {
+    columns = {
         "image.offsets": _offsets(index.sizes),
         "label": index.labels.astype("<i4").tobytes(),
         "crc32": index.crcs.astype("<u4").tobytes(),
@@ -78,17 +78,17 @@ def _columns(about: About, index: Index) -> tuple[dict[str, bytes], Callable[[by
         flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
         prot=mmap.PROT_READ,
     )
-    buffers = {name: pyarrow.py_buffer(run) for name, run in runs.items()}
+    buffers = {name: pyarrow.py_buffer(column) for name, column in columns.items()}
     buffers["image"] = pyarrow.py_buffer(nowhere)
 
-    def column(kind: Any, *names: str) -> Any:
+    def array_of(kind: Any, *names: str) -> Any:
         return pyarrow.Array.from_buffers(kind, count, [None, *(buffers[name] for name in names)])
 
     arrays = [
-        column(pyarrow.large_binary(), "image.offsets", "image"),
-        column(pyarrow.int32(), "label"),
-        column(pyarrow.uint32(), "crc32"),
-        column(pyarrow.large_string(), "name.offsets", "name"),
+        array_of(pyarrow.large_binary(), "image.offsets", "image"),
+        array_of(pyarrow.int32(), "label"),
+        array_of(pyarrow.uint32(), "crc32"),
+        array_of(pyarrow.large_string(), "name.offsets", "name"),
     ]
 
     def batch(metadata: bytes) -> Any:
@@ -99,7 +99,7 @@ def _columns(about: About, index: Index) -> tuple[dict[str, bytes], Callable[[by
         schema = pyarrow.schema(fields, metadata={"megabatch": metadata})
         return pyarrow.RecordBatch.from_arrays(arrays, schema=schema)
 
-    return runs, batch
+    return columns, batch
 
 
 def _offsets(sizes: NDArray[Any]) -> bytes:
@@ -122,7 +122,7 @@ def _write_arrow(sink: _Sink, batch: Any) -> None:
 
 
 class _Sink:
-    """What Arrow writes to: notes where each column's run begins, and lets the images write
+    """What Arrow writes to: notes where each column begins, and lets the images write
     themselves."""
 
     closed = False
@@ -131,7 +131,7 @@ class _Sink:
         self._file, self._copy_images = file, copy_images
         self.images_at = 0
         self.position = 0
-        self.runs: list[tuple[int, int]] = []
+        self.columns: list[tuple[int, int]] = []
 
     def write(self, data: Any) -> int:
         # Frames and padding come as bytes, the columns as Arrow's own buffers.
@@ -140,7 +140,7 @@ class _Sink:
                 self._file.write(data)
             self.position += len(data)
             return len(data)
-        self.runs.append((self.position, data.size))
+        self.columns.append((self.position, data.size))
         self.position += data.size
         if self._file is not None:
             if data.address == self.images_at:

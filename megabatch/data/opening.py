@@ -1,0 +1,257 @@
+"""Opening the images of a run: what the config names, as a training and a validation source."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from megabatch.cluster import Cluster
+from megabatch.config import Config, Data
+from megabatch.data.decoded import Decoded, FromOrigin, FromPack
+from megabatch.data.jpeg import BadImage, pixels
+from megabatch.data.origins import Origin, open_origin
+from megabatch.data.origins.folders import VAL_NAMES
+from megabatch.data.packfile import Pack, PackError
+from megabatch.data.source import Memory, OwnData, Source, hold_out, hold_out_order
+from megabatch.data.threads import threads_of
+from megabatch.errors import UserError
+from megabatch.keyed import Purpose, keyed
+
+_NAMED = 3
+
+
+def open_sources(
+    config: Config, data: Any = None, cluster: Cluster | None = None, training: bool = True
+) -> tuple[Source, Source]:
+    """The training and the validation images of a run; `data` is a caller's own set, or two of
+    them.
+
+    With a cluster, all of whose workers call it, the images of a folder are looked at first (unless
+    `training`, those of validation alone), and all that cannot be read are named or left out.
+    """
+    kind = config.data.kind
+    if data is not None:
+        return open_own(config, data)
+    if kind in ("pack", "folder"):
+        return open_stored(config, cluster=cluster, training=training)
+    if kind == "own":
+        raise UserError(
+            "data.source is own but no data was given: megabatch.train(config, data=...)"
+        )
+    everything = digits(config.data) if kind == "digits" else synthetic(config)
+    return hold_out(everything, config.data.val_share)
+
+
+def open_own(config: Config, data: Any) -> tuple[Source, Source]:
+    """A data set of the caller's, of which a share is held out, or two of them."""
+    if isinstance(data, Mapping) and "train" in data:  # as Hugging Face keeps the parts together
+        val = next((data[name] for name in VAL_NAMES if name in data), None)
+        data = data["train"] if val is None else (data["train"], val)
+    pair = isinstance(data, tuple | list) and len(data) == 2
+    if pair and not any(isinstance(part, tuple | dict) for part in data):
+        titles = ("the training set", "the validation set")
+        train, val = (
+            OwnData(part, config, title) for part, title in zip(data, titles, strict=True)
+        )
+        return train, val
+    return hold_out(OwnData(data, config, "the data set"), config.data.val_share)
+
+
+# --- images that are stored --------------------------------------------------------------------
+
+
+def open_stored(
+    config: Config,
+    left_out: Sequence[int] = (),
+    cluster: Cluster | None = None,
+    training: bool = True,
+) -> tuple[Decoded, Decoded]:
+    """The train and val parts of a pack, a folder or an archive, without the images left out."""
+    packed = config.data.kind == "pack"
+    if config.data.local_copy and not packed:
+        raise UserError(
+            "data.local_copy copies packs, but the images are no pack: make one with megabatch pack"
+        )
+    if config.data.skip_bad and packed:
+        raise UserError(
+            "data.skip_bad leaves unreadable images of a folder out; for packs megabatch pack has "
+            "--skip-bad"
+        )
+    if config.data.path == "":
+        raise UserError(
+            "no images were named: give --data.path a pack (FILE.arrow), or a folder with "
+            "train/CLASS/ and val/CLASS/"
+        )
+    if packed:
+        return _open_pack(config)
+    path = Path(config.data.path)
+    try:
+        origin = open_origin(path)
+    except PermissionError as error:
+        raise UserError(f"{error.filename} cannot be read: check its permissions") from error
+    train, val = _parts_of(origin, config.data.val_share)
+    bad: list[Bad] = []
+    if cluster is not None:
+        looked_at = torch.cat([train, val]) if training else val
+        bad = find_bad(origin, looked_at, config, cluster)
+        left_out = [index for index, _ in bad]
+    sources = []
+    labels = torch.from_numpy(origin.labels.astype(numpy.int64))
+    for name, part in (("train", train), ("val", val)):
+        chosen = part[~torch.isin(part, torch.tensor(left_out, dtype=torch.int64))]
+        if len(chosen) == 0:
+            raise UserError(f"none of the {len(part)} {name} images in {path} can be read")
+        sources.append(
+            Decoded(
+                config.data,
+                FromOrigin(origin, path),
+                chosen,
+                labels[chosen],
+                len(origin.classes),
+                tuple(left_out),
+                (*origin.notes, *([f"left out {_named(origin, bad)}"] if bad else [])),
+            )
+        )
+    return sources[0], sources[1]
+
+
+def _parts_of(origin: Origin, val_share: float) -> tuple[Tensor, Tensor]:
+    """The training and the validation images: a share is held out where there is no val part."""
+    count = len(origin.labels)
+    if origin.train < count:
+        return torch.arange(origin.train), torch.arange(origin.train, count)
+    return hold_out_order(count, val_share)
+
+
+Bad = tuple[int, str]
+"""an image's number in its origin, and why it cannot be read"""
+
+
+def find_bad(origin: Origin, indices: Tensor, config: Config, cluster: Cluster) -> list[Bad]:
+    """All unreadable images, the same list on every worker; an error if they are too many.
+
+    Each worker looks at its share. A quick look finds files that are missing, empty, cut off or no
+    images; where some may be left out, every image is decoded once, so that none is met later.
+    """
+    if origin.pixels:
+        return []
+    allowed, records = config.data.skip_bad, FromOrigin(origin, Path(config.data.path))
+
+    def look(index: int) -> Bad | None:
+        if not allowed and origin.seems_whole(index):
+            return None
+        try:
+            image = records.record(index)
+            assert not isinstance(image, numpy.ndarray)
+            pixels(image, 3, factor=8)
+        except BadImage as error:
+            return index, str(error)
+        return None
+
+    with ThreadPoolExecutor(threads_of(config, cluster), "look") as pool:
+        share = indices[cluster.rank :: cluster.world].tolist()
+        found = [bad for bad in pool.map(look, share) if bad is not None]
+    bad = sorted(itertools.chain.from_iterable(cluster.gather(found)))
+    if len(bad) > allowed:
+        raise UserError(
+            f"{config.data.path} has {_named(origin, bad)}; repair or remove them, or leave them "
+            f"out with --data.skip-bad {len(bad)}"
+        )
+    return bad
+
+
+def _named(origin: Origin, bad: list[Bad]) -> str:
+    first = ", ".join(f"{origin.name(index)} ({reason})" for index, reason in bad[:_NAMED])
+    more = ", ..." if len(bad) > _NAMED else ""
+    return f"{len(bad)} unreadable image{'s' if len(bad) > 1 else ''}: {first}{more}"
+
+
+def _open_pack(config: Config) -> tuple[Decoded, Decoded]:
+    """From node-local storage where that was asked for."""
+    data = config.data
+    pack = Pack(staged(Path(data.path), Path(data.local_copy)) if data.local_copy else data.path)
+    for part in ("train", "val"):
+        first, last = pack.about.splits.get(part, (0, 0))
+        if first == last:
+            raise PackError(f"the pack {data.path} has no {part} images: pack it again")
+    labels = torch.from_numpy(pack.labels.astype(numpy.int64))
+    records, classes = FromPack(pack), len(pack.about.classes)
+    train, val = (
+        Decoded(data, records, chosen, labels[chosen], classes)
+        for chosen in (torch.arange(*pack.about.splits[part]) for part in ("train", "val"))
+    )
+    return train, val
+
+
+def staged(path: Path, folder: Path) -> Path:
+    """The copy of a pack in a folder of this node; every worker of the node calls it and waits for
+    the copy.
+
+    A copy that is there already is used if it is of the same pack, whatever its time.
+    """
+    original = Pack(path)
+    copy = folder / path.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{path.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(PackError):
+                if Pack(copy).fingerprint == original.fingerprint:
+                    return copy
+            fresh = folder / f"{path.name}.fresh"
+            shutil.copyfile(path, fresh)
+            with fresh.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(fresh, copy)
+    except OSError as error:
+        raise UserError(
+            f"the pack cannot be staged in {folder}: {error.strerror or error}; give "
+            f"--data.local-copy a folder of this node with space for {original.nbytes / 1e9:.1f} GB"
+        ) from None
+    return copy
+
+
+# --- images that need no download --------------------------------------------------------------
+
+
+def digits(data: Data) -> Memory:
+    """1,797 grey digits of 8 x 8 pixels (enlarged when the model wants more)."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UserError(
+            "the digits live in scikit-learn, which is not installed: pip install 'megabatch[demo]'"
+        ) from None
+    bunch = load_digits()
+    images = torch.from_numpy(bunch.images).mul(16).clamp(0, 255)[:, None].float()
+    if data.size != 8:
+        images = interpolate(images, size=(data.size, data.size), mode="bilinear")
+    images = images.round().to(torch.uint8).repeat(1, data.channels, 1, 1)
+    return Memory(images, torch.from_numpy(bunch.target).long(), classes=10)
+
+
+def synthetic(config: Config) -> Memory:
+    """Noise with a faint pattern a class, so that there is something to learn; a function of the
+    seed."""
+    data, seed = config.data, config.seed
+    pixels = data.channels * data.size * data.size
+    labels = torch.arange(data.images) % data.classes
+    noise = keyed(
+        seed, Purpose.SYNTHETIC, 0, torch.arange(data.images)[:, None], torch.arange(pixels)
+    )
+    pattern = keyed(seed, Purpose.SYNTHETIC, 1, labels[:, None], torch.arange(pixels))
+    images = (torch.as_tensor(noise) % 192 + torch.as_tensor(pattern) % 64).to(torch.uint8)
+    shape = (data.images, data.channels, data.size, data.size)
+    return Memory(images.view(shape), labels, classes=data.classes)
