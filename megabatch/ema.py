@@ -60,6 +60,14 @@ class WeightAverage:
             average.copy_(tensors[f"ema.{name}"])
 
 
+@torch.no_grad()
+def put_averages(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put the averages that a checkpoint holds, if it holds some, into the module."""
+    for name, tensor in net.state_dict().items():
+        if f"ema.{name}" in tensors:
+            tensor.copy_(tensors[f"ema.{name}"])
+
+
 def _full(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor if tensor.dtype == torch.float64 else tensor.float()
