@@ -34,8 +34,13 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, good: Tensor) -> None:
         """After a step; one that did not count (`good`, on the device, is false) leaves it be."""
-        for name, average in self._averages.items():
-            average.lerp_(_full(self._sources[name]), good.to(average) * (1 - self._decay))
+        if not self._averages:
+            return
+        averages = list(self._averages.values())
+        weights = [_full(self._sources[name]) for name in self._averages]
+        # 0 for a step that did not count; in one dtype for each average.
+        shift = {a.dtype: good.to(a) * (1 - self._decay) for a in averages}
+        torch._foreach_lerp_(averages, weights, [shift[a.dtype] for a in averages])
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

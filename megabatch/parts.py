@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from megabatch import models
 from megabatch.batchnorm import MovingAverages, use_spans
 from megabatch.cluster import Cluster
-from megabatch.config import Config
+from megabatch.config import Config, OptimizerConfig
 from megabatch.ema import WeightAverage
 from megabatch.errors import UserError
 from megabatch.finetune import load_initial
@@ -48,8 +49,10 @@ class Parts:
         self.close()
 
     def close(self) -> None:
-        self.engine.close()
-        self.masters.close()
+        try:
+            self.engine.close()
+        finally:
+            self.masters.close()
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint needs beyond weights and the optimizer's state."""
@@ -115,47 +118,52 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
         )
     settings = config.optimizer
     groups = parameter_groups(net, settings.weight_decay, share=settings.unadapted_rate)
-    masters = Masters(net, config)
-    groups = masters.groups(groups)
-    optimizer: LARS | LAMB
-    if settings.name == "lamb":
-        optimizer = LAMB(groups, lr=0.0, betas=(settings.momentum, 0.999), eps=settings.eps or 1e-6)
-    else:
-        optimizer = LARS(
-            groups,
-            lr=0.0,
-            momentum=settings.momentum,
-            trust=settings.trust,
-            eps=settings.eps,
-            nesterov=settings.nesterov,
-            form=settings.form,
-            momentum_correction=settings.momentum_correction,
-            policy=settings.policy,
+    with contextlib.ExitStack() as failing:
+        masters = Masters(net, config)
+        failing.callback(masters.close)
+        optimizer = _optimizer(settings, masters.groups(groups))
+        scale = LossScale(config, cluster.device)
+        moving = MovingAverages(net)
+        average = WeightAverage(net, config, masters)
+        # Last: from here on the module's parameters carry hooks.
+        engine = GradientSum(
+            net,
+            cluster,
+            moving.length,
+            tree=config.deterministic,
+            bucket_bytes=config.bucket_mb * 1e6,
+            masters=masters.twins,
+            plan=None if config.plan == "backend" else config.plan,
+            wire=config.wire,
         )
-    scale = LossScale(config, cluster.device)
-    moving = MovingAverages(net)
-    average = WeightAverage(net, config, masters)
-    # Last: from here on the module's parameters carry hooks.
-    engine = GradientSum(
-        net,
-        cluster,
-        moving.length,
-        tree=config.deterministic,
-        bucket_bytes=config.bucket_mb * 1e6,
-        masters=masters.twins,
-        plan=None if config.plan == "backend" else config.plan,
-        wire=config.wire,
-    )
+        failing.pop_all()
     return Parts(
-        config,
-        cluster.device,
-        net,
-        net,
-        own,
-        masters,
-        optimizer,
-        engine,
-        scale,
-        moving,
-        average,
+        config=config,
+        device=cluster.device,
+        net=net,
+        forward=net,
+        own=own,
+        masters=masters,
+        optimizer=optimizer,
+        engine=engine,
+        scale=scale,
+        moving=moving,
+        average=average,
+    )
+
+
+def _optimizer(settings: OptimizerConfig, groups: list[dict[str, Any]]) -> LARS | LAMB:
+    """At rate 0: each step sets its own."""
+    if settings.name == "lamb":
+        return LAMB(groups, lr=0.0, betas=(settings.momentum, 0.999), eps=settings.eps or 1e-6)
+    return LARS(
+        groups,
+        lr=0.0,
+        momentum=settings.momentum,
+        trust=settings.trust,
+        eps=settings.eps,
+        nesterov=settings.nesterov,
+        form=settings.form,
+        momentum_correction=settings.momentum_correction,
+        policy=settings.policy,
     )

@@ -29,7 +29,8 @@ def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
     try:
-        with torch.random.fork_rng([cluster.device] if cluster.device.type == "cuda" else []):
+        devices = [cluster.device] if cluster.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.enable_grad():
             yield
     finally:
         torch.backends.cudnn.benchmark = searches

@@ -20,6 +20,7 @@ from megabatch.batch import Step
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.loader import MicroBatch
+from megabatch.errors import UserError
 from megabatch.keyed import Purpose, keyed, set_positions
 from megabatch.parts import Parts
 from megabatch.precision import autocast, full_dtype
@@ -70,7 +71,7 @@ def _pass(parts: Parts, micro: MicroBatch, batch: int) -> Tensor:
     if parts.own:  # torch's generator, which bundled models leave alone, is keyed by position too
         torch.manual_seed(keyed(config.seed, Purpose.GENERATOR, micro.first))
     with autocast(config, parts.device):
-        logits = parts.forward(micro.images).to(full_dtype(config))
+        logits = _logits(parts.forward(micro.images), micro.labels).to(full_dtype(config))
     total = cross_entropy(
         logits, micro.labels, reduction="sum", label_smoothing=config.label_smoothing
     )
@@ -80,6 +81,17 @@ def _pass(parts: Parts, micro: MicroBatch, batch: int) -> Tensor:
         loss * scale.value if scale.on else loss, counted, parts.moving.statistics(counted)
     )
     return loss.detach()
+
+
+def _logits(output: Any, labels: Tensor) -> Tensor:
+    """What the net gave, if it can be the logits of these images; shapes alone are looked at."""
+    if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(labels):
+        given = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        raise UserError(
+            f"the model gives {given} for {len(labels)} images: training needs one tensor of "
+            f"logits, a row an image and a column a class"
+        )
+    return output
 
 
 def _update(parts: Parts, control: Control, count: int, lr: float, momentum: float) -> Tensor:
@@ -168,7 +180,7 @@ def score(
     total.begin(count, deal(count, cluster.world)[cluster.rank])
     for inputs, labels in micro_batches:
         with autocast(config, cluster.device):
-            logits = net(inputs).to(like)
+            logits = _logits(net(inputs), labels).to(like)
         total.push(counts(logits, labels, cross_entropy(logits, labels, reduction="sum")))
     loss, top1, top5 = total.all_reduce(cluster, by_tree=True).tolist()
     found = {"top1": top1, "top5": top5, "loss": loss}

@@ -258,6 +258,11 @@ def _check_own(model: Any, data: Any) -> None:
         raise UserError(
             f"model is the class {model.__name__}, not a module: give {model.__name__}()"
         )
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise UserError(
+            f"model is wrapped in {type(model).__name__}, but training sums gradients over workers "
+            f"itself: give the module inside, model.module"
+        )
     if model is not None and not isinstance(model, nn.Module):
         raise UserError(
             f"model is {model!r}, not a torch.nn.Module: give a module, or name a bundled model in "

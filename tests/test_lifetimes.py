@@ -171,6 +171,7 @@ def test_evaluate_needs_no_engine_and_gives_the_net_back(tmp_path, monkeypatch):
         ((None,), "config is None, not a Config"),
         ((SHORT, WithDropout), "model is the class WithDropout, not a module"),
         ((SHORT, "resnet50"), r"model is 'resnet50', not a torch\.nn\.Module"),
+        ((SHORT, nn.DataParallel(WithDropout())), r"sums gradients .* itself: .*model\.module"),
         ((SHORT, lambda x: x), r"not a torch\.nn\.Module"),
         ((SHORT, None, iter([1])), "has no length or no items"),
         ((SHORT, None, (7, 8)), "data is 7, which has no length"),
@@ -180,6 +181,38 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(arguments, words):
     with pytest.raises(UserError, match=words) as refused:
         mb.train(*arguments)
     assert "\n" not in str(refused.value)
+
+
+class Answers(WithDropout):
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, x):
+        return self.answer(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda logits: (logits, logits), "gives a tuple for 16 images"),
+        (lambda logits: {"logits": logits}, "gives a dict for 16 images"),
+        (lambda logits: logits.argmax(1), r"gives \(16,\) for 16 images"),
+        (lambda logits: logits[:8], r"gives \(8, 10\) for 16 images"),
+    ],
+)
+def test_a_net_that_gives_no_logits_is_named(answer, words):
+    with pytest.raises(UserError, match=words):
+        mb.train(SHORT, model=Answers(answer), quiet=True)
+
+
+@torch.no_grad()
+def test_a_caller_who_has_turned_gradients_off_can_train():
+    net = net_of()
+    before = net.head[2].weight.clone()
+    mb.train(SHORT, model=net, quiet=True)
+    assert not torch.equal(net.head[2].weight, before)
+    assert not torch.is_grad_enabled()
 
 
 # --- nothing is left --------------------------------------------------------------------------
