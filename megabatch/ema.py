@@ -24,7 +24,8 @@ class WeightAverage:
         tensors = net.state_dict().items() if on else ()
         self._weights = {name: tensor for name, tensor in tensors if tensor.is_floating_point()}
         # Of a half weight, its master is averaged.
-        named = dict(net.named_parameters()) if masters is not None else {}
+        every_name = dict(net.named_parameters(remove_duplicate=False))
+        named = every_name if masters is not None else {}
         self._sources = {
             name: masters.of(named[name]).detach() if masters and name in named else tensor
             for name, tensor in self._weights.items()

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import os
+import pickle
 import signal
 import threading
 from dataclasses import replace
@@ -85,7 +86,10 @@ def test_a_net_is_its_owners_again_and_trains_again(setting):
     config = replace(SHORT, **SETTINGS[setting])
     net = net_of()
     before = copy.deepcopy(net)
+    parameters = list(net.parameters())  # an optimizer of theirs may hold these
     first = mb.train(config, model=net, quiet=True)
+    assert all(p is q for p, q in zip(net.parameters(), parameters, strict=True))
+    copy.deepcopy(net), pickle.dumps(net)
     assert not torch.equal(net.head[2].weight, before.head[2].weight)
     assert not torch.equal(net.body[1].running_mean, before.body[1].running_mean)
     is_theirs_again(net)

@@ -214,23 +214,31 @@ def test_updates_too_small_for_half_reach_the_masters():
     assert net.weight.item() == 1 + 2.0**-9
 
 
-def test_lars_in_half_precision_fails_as_jia_says():
-    """LARS computed in fp16: the local rate of a small gradient leaves fp16's range, and the update
-    is lost or infinite; in fp32, from the same half weights and gradients, it is right."""
+def test_lars_on_masters_is_right_where_half_precision_fails_as_jia_says():
+    """The local rate of a small gradient leaves fp16's range, and an update computed in fp16 is
+    lost or infinite; LARS on the masters, from the same half weights and gradients, is right."""
     torch.manual_seed(0)
-    weight = torch.randn(64, 64, dtype=torch.float16) * 0.05
+    net = nn.Linear(64, 64, bias=False)
+    with torch.no_grad():
+        net.weight.copy_((torch.randn(64, 64) * 0.05).half())
+    masters = Masters(net, Config(precision="fp16", half_weights=True))
+    weight, twin = net.weight, masters.of(net.weight)
     # Of the size that a loss scale is there for: 1e-6 a weight.
     gradient = (torch.randn(64, 64) * 1e-6).half()
 
-    def update(w, g, trust=0.001, lr=10.0, decay=1e-4):
+    def update(w, g, trust=0.001, lr=10.0, decay=1e-5):
         squares_w, squares_g = (w * w).sum(), (g * g).sum()
         ratio = trust * squares_w.sqrt() / (squares_g.sqrt() + decay * squares_w.sqrt())
         return lr * ratio * (g + decay * w)
 
-    exact = update(weight.double(), gradient.double())
-    full = update(weight.float(), gradient.float())
-    half = update(weight, gradient)
-    assert ((full.double() - exact).norm() / exact.norm()) < 1e-5
+    before = twin.detach().double()
+    exact = update(before, gradient.double())
+    half = update(weight.detach(), gradient)
+    groups = masters.groups(parameter_groups(net, weight_decay=1e-5))
+    twin.grad = gradient.float()
+    LARS(groups, lr=10.0, momentum=0.0).step()
+    found = before - twin.detach().double()
+    assert ((found - exact).norm() / exact.norm()) < 1e-5
     assert not ((half.double() - exact).norm() / exact.norm() < 0.2)
     assert (gradient * gradient == 0).float().mean() > 0.9  # its norm underflows to 0
 
