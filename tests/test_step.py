@@ -8,7 +8,7 @@ from torch import nn
 
 from megabatch.batch import Step
 from megabatch.cluster import Cluster
-from megabatch.config import Config, Data, Optimizer
+from megabatch.config import Config, Data, OptimizerConfig
 from megabatch.data.loader import MicroBatch
 from megabatch.launch import run_local
 from megabatch.parts import assemble, prepared
@@ -16,7 +16,7 @@ from megabatch.step import DelayedNumbers, StepResult, train_step
 from megabatch.sync.control import StepNumbers
 from megabatch.tree import deal
 
-SGD = Optimizer(trust=None, form="pytorch", momentum=0.9, weight_decay=0.01)
+SGD = OptimizerConfig(trust=None, form="pytorch", momentum=0.9, weight_decay=0.01)
 CONFIG = Config(
     batch=12,
     micro=4,
