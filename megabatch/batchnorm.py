@@ -7,9 +7,13 @@ worker holds the same buffers always.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from megabatch.layers import replace_layers
 
 
 class SpanBatchNorm(_BatchNorm):
@@ -18,7 +22,8 @@ class SpanBatchNorm(_BatchNorm):
 
     running_mean: Tensor
     running_var: Tensor
-    statistics: Tensor
+    statistics: Tensor | None = None
+    """means and variances of the last micro-batch, averaged over its spans"""
 
     def __init__(self, layer: _BatchNorm, span: int) -> None:
         super().__init__(layer.num_features, layer.eps, affine=False, track_running_stats=False)
@@ -57,56 +62,64 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def use_spans(module: nn.Module, span: int) -> None:
-    """Replace each batch-norm layer inside a module by one that works by spans."""
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, _BatchNorm) and not isinstance(child, SpanBatchNorm):
-                setattr(parent, name, SpanBatchNorm(child, span))
+def use_spans(module: nn.Module, span: int) -> Callable[[], None]:
+    """Replace each batch-norm layer inside a module by one that works by spans; returns what undoes
+    it."""
+
+    def by_spans(layer: nn.Module) -> nn.Module | None:
+        if isinstance(layer, SpanBatchNorm) or not isinstance(layer, _BatchNorm):
+            return None
+        return SpanBatchNorm(layer, span)
+
+    return replace_layers(module, by_spans)
 
 
-def _moving(module: nn.Module) -> list[SpanBatchNorm]:
-    return [
-        layer
-        for layer in module.modules()
-        if isinstance(layer, SpanBatchNorm) and layer.running_mean is not None
-    ]
+class MovingAverages:
+    """The moving averages of all layers of a module that work by spans and keep some: they move
+    together, once a step."""
 
+    def __init__(self, module: nn.Module) -> None:
+        self._layers = [
+            layer
+            for layer in module.modules()
+            if isinstance(layer, SpanBatchNorm) and layer.running_mean is not None
+        ]
+        pairs = [(layer.running_mean, layer.running_var) for layer in self._layers]
+        self._buffers = [buffer for pair in pairs for buffer in pair]
+        self._counters = [
+            layer.num_batches_tracked
+            for layer in self._layers
+            if layer.num_batches_tracked is not None
+        ]
+        self._sizes = [buffer.numel() for buffer in self._buffers]
+        self.length = sum(self._sizes)
 
-def statistics_length(module: nn.Module) -> int:
-    return sum(2 * layer.num_features for layer in _moving(module))
+    def statistics(self, like: Tensor) -> Tensor:
+        """Means and variances of the last micro-batch, of all layers, in one vector.
 
+        A layer in evaluation mode, or one that was not reached, gives its moving averages: they
+        stay.
+        """
+        found = []
+        for layer in self._layers:
+            if layer.training and layer.statistics is not None:
+                found.append(layer.statistics.flatten())
+                layer.statistics = None
+            else:
+                found += [layer.running_mean, layer.running_var]
+        return torch.cat(found).to(like) if found else like.new_empty(0)
 
-def statistics(module: nn.Module, like: Tensor) -> Tensor:
-    """Means and variances of the last micro-batch, of all layers, in one vector.
+    @torch.no_grad()
+    def move(self, mean_statistics: Tensor, momentum: float, good: Tensor | None = None) -> None:
+        """Move once, towards the mean of all micro-batches' statistics.
 
-    A layer in evaluation mode, or one that was not reached, gives its moving averages: they stay.
-    """
-    found = []
-    for layer in _moving(module):
-        if layer.training and hasattr(layer, "statistics"):
-            found.append(layer.statistics.flatten())
-            del layer.statistics
-        else:
-            found += [layer.running_mean, layer.running_var]
-    return torch.cat(found).to(like) if found else like.new_empty(0)
-
-
-def move_averages(
-    module: nn.Module, mean_statistics: Tensor, momentum: float, good: Tensor | None = None
-) -> None:
-    """Move the moving averages once, towards the mean of all micro-batches' statistics.
-
-    Where `good`, a boolean on the device, is false they stay.
-    """
-    layers = _moving(module)
-    parts = mean_statistics.split([2 * layer.num_features for layer in layers])
-    for layer, part in zip(layers, parts, strict=True):
-        mean, var = part.to(layer.running_mean).chunk(2)
+        Where `good`, a boolean on the device, is false they stay.
+        """
+        if not self._buffers:
+            return
+        aim = mean_statistics.to(self._buffers[0])
         if good is not None:
-            mean = torch.where(good, mean, layer.running_mean)
-            var = torch.where(good, var, layer.running_var)
-        layer.running_mean.lerp_(mean, momentum)
-        layer.running_var.lerp_(var, momentum)
-        if layer.num_batches_tracked is not None:
-            layer.num_batches_tracked += 1
+            aim = torch.where(good, aim, torch.cat(self._buffers))
+        torch._foreach_lerp_(self._buffers, aim.split(self._sizes), momentum)
+        if self._counters:
+            torch._foreach_add_(self._counters, 1)

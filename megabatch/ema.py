@@ -24,7 +24,8 @@ class WeightAverage:
         tensors = net.state_dict().items() if on else ()
         self._weights = {name: tensor for name, tensor in tensors if tensor.is_floating_point()}
         # Of a half weight, its master is averaged.
-        named = dict(net.named_parameters()) if masters is not None else {}
+        every_name = dict(net.named_parameters(remove_duplicate=False))
+        named = every_name if masters is not None else {}
         self._sources = {
             name: masters.of(named[name]).detach() if masters and name in named else tensor
             for name, tensor in self._weights.items()
@@ -34,8 +35,13 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, good: Tensor) -> None:
         """After a step; one that did not count (`good`, on the device, is false) leaves it be."""
-        for name, average in self._averages.items():
-            average.lerp_(_full(self._sources[name]), good.to(average) * (1 - self._decay))
+        if not self._averages:
+            return
+        averages = list(self._averages.values())
+        weights = [_full(self._sources[name]) for name in self._averages]
+        # 0 for a step that did not count; in one dtype for each average.
+        shift = {a.dtype: good.to(a) * (1 - self._decay) for a in averages}
+        torch._foreach_lerp_(averages, weights, [shift[a.dtype] for a in averages])
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -58,6 +64,14 @@ class WeightAverage:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for name, average in self._averages.items():
             average.copy_(tensors[f"ema.{name}"])
+
+
+@torch.no_grad()
+def put_averages(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put the averages that a checkpoint holds, if it holds some, into the module."""
+    for name, tensor in net.state_dict().items():
+        if f"ema.{name}" in tensors:
+            tensor.copy_(tensors[f"ema.{name}"])
 
 
 def _full(tensor: Tensor) -> Tensor:

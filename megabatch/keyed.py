@@ -8,7 +8,9 @@ So any number of workers sees the same order, the same augmentation and the same
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -16,6 +18,8 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from megabatch.layers import replace_layers
 
 _MASK = 0xFFFFFFFF
 Array = NDArray[numpy.int64]
@@ -123,14 +127,16 @@ class Dropout(torch.nn.Module):
         return f"p={self.p}, layer={self.layer}"
 
 
-def key_dropout(module: torch.nn.Module, seed: int) -> None:
-    """Replace each nn.Dropout inside a module by a keyed one."""
-    layer = 0
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Dropout:
-                setattr(parent, name, Dropout(child.p, seed, layer))
-                layer += 1
+def key_dropout(module: torch.nn.Module, seed: int) -> Callable[[], None]:
+    """Replace each nn.Dropout inside a module by a keyed one; returns what undoes it."""
+    numbers = itertools.count()
+
+    def keyed_one(layer: torch.nn.Module) -> torch.nn.Module | None:
+        if type(layer) is not torch.nn.Dropout:
+            return None
+        return Dropout(layer.p, seed, next(numbers))
+
+    return replace_layers(module, keyed_one)
 
 
 def set_positions(module: torch.nn.Module, positions: Tensor) -> None:

@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabatch import models
-from megabatch.batchnorm import statistics_length, use_spans
+from megabatch.batchnorm import MovingAverages, use_spans
 from megabatch.cluster import Cluster
-from megabatch.config import Config
+from megabatch.config import Config, OptimizerConfig
 from megabatch.ema import WeightAverage
+from megabatch.errors import UserError
 from megabatch.finetune import load_initial
 from megabatch.keyed import key_dropout
 from megabatch.optim import LAMB, LARS, parameter_groups
 from megabatch.precision import LossScale, Masters, full_dtype
 from megabatch.sync.buckets import GradientSum
 
-# The control vector after its reserved entries: loss sum, top-1 count, top-5 count, then batch
-# norm's.
-COUNTS = 3
-
 
 @dataclass(frozen=True)
 class Parts:
+    """What train_step works on. close() ends what was begun here and leaves the module whole."""
+
+    config: Config
+    device: torch.device
     net: nn.Module
+    forward: Callable[[Tensor], Tensor]
+    """the net as it is called in training: itself, or compiled"""
+    own: bool
+    """a module of the caller's, which may draw from torch's generator"""
     masters: Masters
     optimizer: LARS | LAMB
     engine: GradientSum
     scale: LossScale
+    moving: MovingAverages
     average: WeightAverage
+
+    def __enter__(self) -> Parts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        try:
+            self.engine.close()
+        finally:
+            self.masters.close()
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint needs beyond weights and the optimizer's state."""
@@ -56,58 +77,93 @@ class Parts:
         }
 
 
-def prepare(
+@contextlib.contextmanager
+def prepared(
     config: Config, cluster: Cluster, classes: int, model: nn.Module | None = None
-) -> nn.Module:
-    """The module of a run: the same weights on every worker, batch norm by spans, dropout keyed."""
+) -> Iterator[nn.Module]:
+    """The module of a run while it lasts: the same weights on every worker, batch norm by spans,
+    dropout keyed.
+
+    Afterwards it has its own layers again, in the modes they were in, with the weights and moving
+    averages that they have by then; device and precision stay the run's.
+    """
     torch.manual_seed(config.seed)
     net = model
     if net is None:
         net = models.build(config.model, classes, config.data.channels, config.data.size)
-    if config.init:
-        load_initial(net, config.init)
-    use_spans(net, config.span)
-    key_dropout(net, config.seed)
-    net.to(cluster.device, full_dtype(config))
-    if cluster.world > 1:
-        for tensor in net.state_dict().values():
-            dist.broadcast(tensor, src=0)
-    return net
+    with contextlib.ExitStack() as ending:
+        ending.callback(_set_modes, {module: module.training for module in net.modules()})
+        if config.init:
+            load_initial(net, config.init)
+        ending.callback(use_spans(net, config.span))
+        ending.callback(key_dropout(net, config.seed))
+        net.to(cluster.device, full_dtype(config))
+        if cluster.world > 1:
+            for tensor in net.state_dict().values():
+                dist.broadcast(tensor, src=0)
+        yield net
 
 
-def assemble(
-    config: Config, cluster: Cluster, classes: int, model: nn.Module | None = None
-) -> Parts:
-    net = prepare(config, cluster, classes, model)
+def _set_modes(modes: dict[nn.Module, bool]) -> None:
+    for module, mode in modes.items():
+        module.training = mode
+
+
+def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False) -> Parts:
+    """The parts around a prepared module; `own`: it is of the caller's making."""
+    if not any(p.requires_grad for p in net.parameters()):
+        raise UserError(
+            f"the model ({type(net).__name__}) has no parameter that trains: set requires_grad on "
+            f"some"
+        )
     settings = config.optimizer
     groups = parameter_groups(net, settings.weight_decay, share=settings.unadapted_rate)
-    masters = Masters(net, config)
-    groups = masters.groups(groups)
-    optimizer: LARS | LAMB
-    if settings.name == "lamb":
-        optimizer = LAMB(groups, lr=0.0, betas=(settings.momentum, 0.999), eps=settings.eps or 1e-6)
-    else:
-        optimizer = LARS(
-            groups,
-            lr=0.0,
-            momentum=settings.momentum,
-            trust=settings.trust,
-            eps=settings.eps,
-            nesterov=settings.nesterov,
-            form=settings.form,
-            momentum_correction=settings.momentum_correction,
-            policy=settings.policy,
+    with contextlib.ExitStack() as failing:
+        masters = Masters(net, config)
+        failing.callback(masters.close)
+        optimizer = _optimizer(settings, masters.groups(groups))
+        scale = LossScale(config, cluster.device)
+        moving = MovingAverages(net)
+        average = WeightAverage(net, config, masters)
+        # Last: from here on the module's parameters carry hooks.
+        engine = GradientSum(
+            net,
+            cluster,
+            moving.length,
+            tree=config.deterministic,
+            bucket_bytes=config.bucket_mb * 1e6,
+            masters=masters.twins,
+            plan=None if config.plan == "backend" else config.plan,
+            wire=config.wire,
         )
-    engine = GradientSum(
-        net,
-        cluster,
-        COUNTS + statistics_length(net),
-        tree=config.deterministic,
-        bucket_bytes=config.bucket_mb * 1e6,
-        masters=masters.twins,
-        plan=None if config.plan == "backend" else config.plan,
-        wire=config.wire,
+        failing.pop_all()
+    return Parts(
+        config=config,
+        device=cluster.device,
+        net=net,
+        forward=net,
+        own=own,
+        masters=masters,
+        optimizer=optimizer,
+        engine=engine,
+        scale=scale,
+        moving=moving,
+        average=average,
     )
-    scale = LossScale(config, cluster.device)
-    average = WeightAverage(net, config, masters)
-    return Parts(net, masters, optimizer, engine, scale, average)
+
+
+def _optimizer(settings: OptimizerConfig, groups: list[dict[str, Any]]) -> LARS | LAMB:
+    """At rate 0: each step sets its own."""
+    if settings.name == "lamb":
+        return LAMB(groups, lr=0.0, betas=(settings.momentum, 0.999), eps=settings.eps or 1e-6)
+    return LARS(
+        groups,
+        lr=0.0,
+        momentum=settings.momentum,
+        trust=settings.trust,
+        eps=settings.eps,
+        nesterov=settings.nesterov,
+        form=settings.form,
+        momentum_correction=settings.momentum_correction,
+        policy=settings.policy,
+    )

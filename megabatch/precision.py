@@ -8,7 +8,7 @@ skipped is decided on the device, from the control vector, so that it is the sam
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,24 +33,53 @@ def autocast(config: Config, device: torch.device) -> contextlib.AbstractContext
     return torch.autocast(device.type, _HALF[config.precision])
 
 
+def _half_weights(net: nn.Module, config: Config) -> dict[str, nn.Parameter]:
+    """The weights that are kept in half precision, by name: none unless the config says so, and
+    never those of normalisation layers. One that two layers share has one name."""
+    found: dict[nn.Parameter, str] = {}
+    if config.half_weights:
+        for prefix, module in net.named_modules():
+            for name, weight in module.named_parameters(recurse=False):
+                if not isinstance(module, NORMALISATIONS):
+                    found.setdefault(weight, f"{prefix}.{name}".lstrip("."))
+    return {name: weight for weight, name in found.items()}
+
+
+@contextlib.contextmanager
+def halved(net: nn.Module, config: Config) -> Iterator[None]:
+    """The module's weights are half while this lasts, if the config asks for half weights: as
+    evaluation needs them, without masters."""
+    weights = _half_weights(net, config).values()
+    for weight in weights:
+        weight.data = weight.data.to(_HALF[config.precision])
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.data = weight.data.to(full_dtype(config))
+
+
 class Masters:
     """fp32 twins of a module's weights, which become half; normalisation layers stay in fp32.
 
-    Empty unless the config asks for half weights, and then everything here does nothing.
+    Empty unless the config asks for half weights, and then everything here does nothing. After
+    close() the module holds the masters themselves.
     """
 
     def __init__(self, net: nn.Module, config: Config) -> None:
         self.twins: dict[nn.Parameter, nn.Parameter] = {}
         self._names: dict[str, nn.Parameter] = {}
-        if not config.half_weights:
-            return
-        for prefix, module in net.named_modules():
-            for name, weight in module.named_parameters(recurse=False):
-                if isinstance(module, NORMALISATIONS) or weight in self.twins:
-                    continue
-                twin = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
-                self.twins[weight] = self._names[f"{prefix}.{name}".lstrip(".")] = twin
-                weight.data = weight.data.to(_HALF[config.precision])
+        for name, weight in _half_weights(net, config).items():
+            twin = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+            self.twins[weight] = self._names[name] = twin
+            weight.data = weight.data.to(_HALF[config.precision])
+
+    def close(self) -> None:
+        """Make the module's weights full again: the masters, not what they were rounded to."""
+        for weight, twin in self.twins.items():
+            weight.data = twin.data
+        self.twins.clear()
+        self._names.clear()
 
     def groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Parameter groups of the module's weights as groups of what the optimizer updates."""
@@ -94,12 +123,13 @@ class LossScale:
             return
         count = torch.where(good, self._good_steps + 1, 0)
         grown = torch.where(count >= _GROWTH_STEPS, self.value * 2, self.value)
-        self.value = torch.where(good, grown, self.value / 2)
-        self._good_steps = torch.where(count >= _GROWTH_STEPS, 0, count)
+        # In place: a step that was captured once reads and writes the same memory always.
+        self.value.copy_(torch.where(good, grown, self.value / 2))
+        self._good_steps.copy_(torch.where(count >= _GROWTH_STEPS, 0, count))
 
     def tensors(self) -> dict[str, Tensor]:
         return {"loss_scale.value": self.value, "loss_scale.good_steps": self._good_steps}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.value = tensors["loss_scale.value"].to(self.value)
-        self._good_steps = tensors["loss_scale.good_steps"].to(self._good_steps)
+        self.value.copy_(tensors["loss_scale.value"])
+        self._good_steps.copy_(tensors["loss_scale.good_steps"])

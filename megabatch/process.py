@@ -17,8 +17,9 @@ from megabatch.config import Config
 @contextlib.contextmanager
 def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
     """One thread and fixed kernels for a deterministic run, otherwise a fair share of the cores, or
-    what OMP_NUM_THREADS says."""
+    what OMP_NUM_THREADS says; torch's generators are the run's too. Afterwards all is as it was."""
     threads, exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    searches = torch.backends.cudnn.benchmark
     if config.deterministic:
         torch.set_num_threads(1)
     elif cluster.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -28,8 +29,11 @@ def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
     try:
-        yield
+        devices = [cluster.device] if cluster.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            yield
     finally:
+        torch.backends.cudnn.benchmark = searches
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(exact)
 

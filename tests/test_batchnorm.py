@@ -5,13 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch.batchnorm import (
-    SpanBatchNorm,
-    move_averages,
-    statistics,
-    statistics_length,
-    use_spans,
-)
+from megabatch.batchnorm import MovingAverages, SpanBatchNorm, use_spans
 
 
 def pair(span, dims=2, channels=5):
@@ -46,7 +40,8 @@ def test_one_span_is_torchs_layer_bit_for_bit():
     plain, net = pair(span=8)
     x = torch.randn(8, 5, 3, 3, dtype=torch.float64)
     assert torch.equal(net(x), plain(x))
-    move_averages(net, statistics(net, x), momentum=0.1)
+    averages = MovingAverages(net)
+    averages.move(averages.statistics(x), momentum=0.1)
     assert torch.allclose(net[0].running_mean, plain.running_mean, rtol=1e-14, atol=0)
     assert torch.allclose(net[0].running_var, plain.running_var, rtol=1e-14, atol=0)
     assert net[0].num_batches_tracked == plain.num_batches_tracked == 1
@@ -58,11 +53,11 @@ def test_statistics_are_the_mean_over_spans():
     _, net = pair(span=4)
     x = torch.randn(12, 5, 3, 3, dtype=torch.float64)
     net(x)
-    found = statistics(net, x)
+    found = MovingAverages(net).statistics(x)
     groups = x.view(3, 4, 5, 3, 3).transpose(1, 2).flatten(2)
     expected = torch.cat([groups.mean(2).mean(0), groups.var(2).mean(0)])
     assert torch.allclose(found, expected)
-    assert len(found) == statistics_length(net) == 10
+    assert len(found) == MovingAverages(net).length == 10
 
 
 def test_forward_alone_moves_nothing():
@@ -77,20 +72,22 @@ def test_momentum_one_keeps_the_last_step_only():
     for _ in range(3):
         x = torch.randn(8, 5, 3, 3, dtype=torch.float64)
         net(x)
-        last = statistics(net, x)
-        move_averages(net, last, momentum=1.0)
+        averages = MovingAverages(net)
+        last = averages.statistics(x)
+        averages.move(last, momentum=1.0)
     assert torch.equal(torch.cat([net[0].running_mean, net[0].running_var]), last)
 
 
 def test_a_layer_in_evaluation_keeps_its_averages():
     _, net = pair(span=4)
     x = torch.randn(8, 5, 3, 3, dtype=torch.float64)
+    averages = MovingAverages(net)
     net(x)
-    move_averages(net, statistics(net, x), momentum=0.5)
+    averages.move(averages.statistics(x), momentum=0.5)
     net.eval()
     kept = net[0].running_mean.clone()
     net(x)
-    move_averages(net, statistics(net, x), momentum=0.5)
+    averages.move(averages.statistics(x), momentum=0.5)
     assert torch.equal(net[0].running_mean, kept)
 
 
@@ -109,7 +106,7 @@ def test_names_parameters_and_options_survive():
     assert net["a"].weight is weight
     assert net["a"].eps == 1e-3
     assert sum(isinstance(m, SpanBatchNorm) for m in net.modules()) == 4
-    assert statistics_length(net) == 2 * (3 + 4 + 2)
+    assert MovingAverages(net).length == 2 * (3 + 4 + 2)
     use_spans(net, 2)  # again: nothing happens
     assert sum(isinstance(m, SpanBatchNorm) for m in net.modules()) == 4
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,6 +16,20 @@ from megabatch.runs import checkpoint
 from megabatch.training import train
 
 DETERMINISTIC = replace(CONFIG, deterministic=True, save_every=0.25)
+
+
+@dataclass
+class Held:
+    """What a run would have saved: nothing beyond weights and the optimizer's state."""
+
+    net: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def tensors(self):
+        return {}
+
+    def load(self, tensors):
+        assert tensors == {}
 
 
 def trained(steps, net=None, optimizer=None):
@@ -36,9 +50,9 @@ def test_five_steps_saved_and_five_more_are_ten(tmp_path):
     whole, _ = trained(range(10))
     net, optimizer = trained(range(5))
     state = {"seen": 80, "steps": 5, "evaluation": {"loss": float("nan")}}
-    path = checkpoint.save(tmp_path, net, optimizer, state, keep=2)
+    path = checkpoint.save(tmp_path, Held(net, optimizer), state, keep=2)
     net, optimizer = trained([])
-    found = checkpoint.load(path, net, optimizer)
+    found = checkpoint.load(path, Held(net, optimizer))
     assert (found["seen"], found["steps"]) == (80, 5)
     net, optimizer = trained(range(5, 10), net, optimizer)
     assert checkpoint.weights_sha256(net) == checkpoint.weights_sha256(whole)
@@ -47,7 +61,7 @@ def test_five_steps_saved_and_five_more_are_ten(tmp_path):
 def test_the_newest_good_one_is_taken(tmp_path, capsys):
     net, optimizer = trained(range(1))
     for seen in (10, 20, 30, 40):
-        checkpoint.save(tmp_path, net, optimizer, {"seen": seen}, keep=3)
+        checkpoint.save(tmp_path, Held(net, optimizer), {"seen": seen}, keep=3)
     assert [p.name for p in sorted(tmp_path.iterdir())] == [
         f"seen-{seen:012d}" for seen in (20, 30, 40)
     ]
@@ -67,7 +81,7 @@ def test_the_newest_good_one_is_taken(tmp_path, capsys):
 
 def test_a_save_that_fails_half_way_leaves_the_old_one(tmp_path, monkeypatch):
     net, optimizer = trained(range(1))
-    checkpoint.save(tmp_path, net, optimizer, {"seen": 10}, keep=1)
+    checkpoint.save(tmp_path, Held(net, optimizer), {"seen": 10}, keep=1)
     calls = []
 
     def full(*arguments):
@@ -76,11 +90,11 @@ def test_a_save_that_fails_half_way_leaves_the_old_one(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "sync", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save(tmp_path, net, optimizer, {"seen": 20}, keep=1)
+        checkpoint.save(tmp_path, Held(net, optimizer), {"seen": 20}, keep=1)
     monkeypatch.undo()
     assert calls
     assert checkpoint.seen(checkpoint.newest(tmp_path)) == 10
-    checkpoint.save(tmp_path, net, optimizer, {"seen": 20}, keep=1)
+    checkpoint.save(tmp_path, Held(net, optimizer), {"seen": 20}, keep=1)
     assert checkpoint.seen(checkpoint.newest(tmp_path)) == 20
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -55,6 +55,18 @@ def test_of_half_weights_the_masters_are_averaged():
     assert average.tensors()["ema.weight"].item() == 1 + 2.0**-14
 
 
+def test_a_weight_with_two_names_has_one_average():
+    net = nn.ModuleDict({"one": nn.Linear(1, 1, bias=False), "two": nn.Linear(1, 1, bias=False)})
+    net["two"].weight = net["one"].weight
+    nn.init.ones_(net["one"].weight)
+    config = Config(ema=0.5, precision="fp16", half_weights=True)
+    masters = Masters(net, config)
+    average = WeightAverage(net, config, masters)
+    masters.of(net["two"].weight).data.fill_(1 + 2.0**-13)
+    average.update(torch.tensor(True))
+    assert {t.item() for t in average.tensors().values()} == {1 + 2.0**-14}
+
+
 def test_without_it_nothing_is_kept():
     net = nn.Linear(2, 1)
     average = WeightAverage(net, Config())

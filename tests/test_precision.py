@@ -9,15 +9,20 @@ import torch
 from test_train import CONFIG
 from torch import nn
 
+from megabatch.batch import Step
 from megabatch.cluster import Cluster
 from megabatch.config import Config, OptimizerConfig
+from megabatch.data.loader import MicroBatch
 from megabatch.errors import RunFailed
 from megabatch.keyed import shuffled
 from megabatch.launch import run_local
 from megabatch.optim import LARS, parameter_groups
-from megabatch.parts import assemble
+from megabatch.parts import assemble, prepared
 from megabatch.precision import LossScale, Masters
+from megabatch.step import train_step
+from megabatch.sync.control import StepNumbers
 from megabatch.training import train
+from megabatch.tree import deal
 
 SHORT = replace(CONFIG, epochs=4, stages=(), batch=80, lr=replace(CONFIG.lr, warmup=1))
 ALONE = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
@@ -83,32 +88,31 @@ class Blow(torch.autograd.Function):
 
 
 def states_around_an_overflow(config):
-    """Three steps of the parts; in the second one worker's gradient overflows."""
+    """Three steps; in the second one worker's gradient overflows."""
     cluster = Cluster.from_env()
-    net = Overflows()
-    parts = assemble(config, cluster, 10, net)
     torch.manual_seed(0)
     images, labels = torch.randn(64, 1, 8, 8), torch.arange(64) % 10
-    found = []
-    for step in range(3):
-        parts.engine.begin(4)
-        parts.net.train()
-        first, last = parts.engine.begin(4)
-        for micro in range(first, last):
-            parts.net.blows = step == 1 and micro == 2
+
+    def micro_batches(step):
+        for micro in range(*deal(4, cluster.world)[cluster.rank]):
+            net.blows = step == 1 and micro == 2
             part = slice(16 * micro, 16 * micro + 16)
-            loss = nn.functional.cross_entropy(parts.net(images[part]), labels[part])
-            control = torch.zeros(3 + 128)
-            parts.engine.backward(loss * parts.scale.value / 4, control)
-        control = parts.engine.finish()
-        good = torch.isfinite(control[0])
-        parts.engine.scale(1 / parts.scale.value, good)
-        for group in parts.optimizer.param_groups:
-            group["lr"] = 1.0 + step
-        parts.optimizer.step(good=good)
-        parts.scale.update(good)
-        buffers = [s["momentum_buffer"].clone() for s in parts.optimizer.state.values()]
-        found.append((bool(good), parts.scale.value.item(), net.weight.detach().clone(), buffers))
+            yield MicroBatch(images[part], labels[part], torch.arange(64)[part], 16 * micro)
+
+    found = []
+    with (
+        prepared(config, cluster, 10, Overflows()) as net,
+        assemble(config, cluster, net) as parts,
+    ):
+        for step in range(3):
+            before = parts.scale.value.item()
+            result = train_step(parts, micro_batches(step), 64, lr=1.0 + step, momentum=0.9)
+            numbers = StepNumbers.unpack(Step(step, 64 * step, 64, 0.0, 0), result.numbers.tolist())
+            assert numbers.loss_scale == before
+            buffers = [s["momentum_buffer"].clone() for s in parts.optimizer.state.values()]
+            weight, mean = net.weight.detach().clone(), net.norm.running_mean.clone()
+            scale = parts.scale.value.item()
+            found.append((not numbers.skipped, scale, weight, mean, buffers))
     gathered = [None] * cluster.world
     if cluster.world > 1:
         torch.distributed.all_gather_object(gathered, found)
@@ -120,11 +124,12 @@ def test_an_overflow_on_one_worker_skips_the_step_on_all():
     everyone = run_local(4, states_around_an_overflow, config)
     alone = states_around_an_overflow(config)[0]
     for found in everyone:
-        goods, scales, weights, buffers = zip(*found, strict=True)
+        goods, scales, weights, means, buffers = zip(*found, strict=True)
         assert goods == (True, False, True)
         assert scales == (65536.0, 32768.0, 32768.0)
         assert torch.equal(weights[1], weights[0])  # as if the step had not been
-        assert not torch.equal(weights[2], weights[1])
+        assert torch.equal(means[1], means[0])
+        assert not torch.equal(weights[2], weights[1]) and not torch.equal(means[2], means[1])
         # The rate moved from 1 to 2, and with it the corrected buffer, but no gradient came in.
         for before, after in zip(buffers[0], buffers[1], strict=True):
             assert torch.equal(after, before * 2)
@@ -209,23 +214,31 @@ def test_updates_too_small_for_half_reach_the_masters():
     assert net.weight.item() == 1 + 2.0**-9
 
 
-def test_lars_in_half_precision_fails_as_jia_says():
-    """LARS computed in fp16: the local rate of a small gradient leaves fp16's range, and the update
-    is lost or infinite; in fp32, from the same half weights and gradients, it is right."""
+def test_lars_on_masters_is_right_where_half_precision_fails_as_jia_says():
+    """The local rate of a small gradient leaves fp16's range, and an update computed in fp16 is
+    lost or infinite; LARS on the masters, from the same half weights and gradients, is right."""
     torch.manual_seed(0)
-    weight = torch.randn(64, 64, dtype=torch.float16) * 0.05
+    net = nn.Linear(64, 64, bias=False)
+    with torch.no_grad():
+        net.weight.copy_((torch.randn(64, 64) * 0.05).half())
+    masters = Masters(net, Config(precision="fp16", half_weights=True))
+    weight, twin = net.weight, masters.of(net.weight)
     # Of the size that a loss scale is there for: 1e-6 a weight.
     gradient = (torch.randn(64, 64) * 1e-6).half()
 
-    def update(w, g, trust=0.001, lr=10.0, decay=1e-4):
+    def update(w, g, trust=0.001, lr=10.0, decay=1e-5):
         squares_w, squares_g = (w * w).sum(), (g * g).sum()
         ratio = trust * squares_w.sqrt() / (squares_g.sqrt() + decay * squares_w.sqrt())
         return lr * ratio * (g + decay * w)
 
-    exact = update(weight.double(), gradient.double())
-    full = update(weight.float(), gradient.float())
-    half = update(weight, gradient)
-    assert ((full.double() - exact).norm() / exact.norm()) < 1e-5
+    before = twin.detach().double()
+    exact = update(before, gradient.double())
+    half = update(weight.detach(), gradient)
+    groups = masters.groups(parameter_groups(net, weight_decay=1e-5))
+    twin.grad = gradient.float()
+    LARS(groups, lr=10.0, momentum=0.0).step()
+    found = before - twin.detach().double()
+    assert ((found - exact).norm() / exact.norm()) < 1e-5
     assert not ((half.double() - exact).norm() / exact.norm() < 0.2)
     assert (gradient * gradient == 0).float().mean() > 0.9  # its norm underflows to 0
 

@@ -27,12 +27,12 @@ LEVELS = [
     ["schedule", "tree", "plans", "models"],
     ["batch"],
     ["config"],
-    ["recipes", "cluster", "launch", "keyed", "planner"],
+    ["recipes", "cluster", "launch", "layers", "keyed", "planner"],
     ["batchnorm", "optim", "noise", "kernels"],
     ["precision", "finetune", "data", "process", "sync"],
-    ["ema"],
+    ["ema", "runs"],
     ["parts"],
-    ["runs"],
+    ["step"],
     ["training"],
     ["report", "cli", "bench", "doctor", "verbs"],
 ]
@@ -165,6 +165,22 @@ def test_private_names_stay_at_home():
     found = {module for module, path in MODULES.items() if any(private_uses(path))}
     assert found <= REACHING, sorted(found - REACHING)
     assert found == REACHING, f"mended: take {sorted(REACHING - found)} off the list"
+
+
+def test_there_is_one_training_step():
+    """Whoever runs backward or an optimizer in the package does it through train_step."""
+    found = set()
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                called = ast.unparse(node.func)
+                if called.endswith((".backward", "optimizer.step", "optim.step")):
+                    found.add((module, called))
+    assert found == {
+        ("megabatch.step", "parts.engine.backward"),
+        ("megabatch.step", "optimizer.step"),
+        ("megabatch.sync.buckets", "loss.backward"),
+    }
 
 
 def test_no_room_for_everything():

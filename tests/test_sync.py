@@ -84,20 +84,26 @@ class Integers(nn.Module):
         return (index + 1) * self.first.sum() + index * (self.last * torch.arange(2.0)).sum()
 
 
+def numbers(index):
+    """A micro-batch's counts and statistics."""
+    return torch.tensor([1.0, 2.0, 3.0]) * index, torch.tensor([float(index)])
+
+
 def integer_gradients(cases):
     """For each case, three steps' gradients and control vectors."""
     cluster = Cluster.from_env()
     found = []
     for by_tree, count, bucket_bytes in cases:
         net = Integers()
-        engine = GradientSum(net, cluster, control=1, tree=by_tree, bucket_bytes=bucket_bytes)
-        for step in range(3):  # buffers are reused from step to step
-            first, last = engine.begin(count)
-            for index in range(first, last):
-                engine.backward(net(float(index)), torch.tensor([float(index)]))
-            stop = cluster.rank == cluster.world - 1 and step == 1
-            control = engine.finish(stop=stop, number=10.0 * step + cluster.rank)
-            found.append([p.grad.tolist() for p in net.parameters()] + [control.tolist()])
+        with GradientSum(net, cluster, 1, tree=by_tree, bucket_bytes=bucket_bytes) as engine:
+            for step in range(3):  # buffers are reused from step to step
+                first, last = engine.begin(count)
+                for index in range(first, last):
+                    engine.backward(net(float(index)), *numbers(index))
+                stop = cluster.rank == cluster.world - 1 and step == 1
+                control = engine.finish(stop=stop, batch=10 * step + cluster.rank)
+                gradients = [p.grad.tolist() for p in net.parameters()]
+                found.append([*gradients, control.vector.tolist()])
     return found
 
 
@@ -114,7 +120,9 @@ def test_the_engine_sums_exactly(world):
         assert unused == [0.0] * 3
         assert last == [[0.0, sum(indices)]] * 5
         squares = sum(7 * (i + 1) ** 2 + 5 * i**2 for i in indices)
-        assert control == [squares, float(step == 1), 10.0 * step, sum(indices)]
+        total = sum(indices)
+        assert control[:3] == [squares, float(step == 1), 10.0 * step]
+        assert control[3:] == [total, 2 * total, 3 * total, total]
 
 
 def gradients_by_plan(cases):
@@ -123,16 +131,17 @@ def gradients_by_plan(cases):
     found = []
     for plan, wire in cases:
         net = Integers()
-        engine = GradientSum(
-            net, cluster, control=1, tree=False, bucket_bytes=50, plan=plan, wire=wire
-        )
-        for _ in range(2):
-            first, last = engine.begin(5)
-            for index in range(first, last):
-                engine.backward(net(float(index)), torch.tensor([float(index)]))
-            control = engine.finish()
-        found.append([p.grad.tolist() for p in net.parameters()] + [control.tolist()])
-        assert engine.exposed_seconds() > 0
+        with GradientSum(
+            net, cluster, 1, tree=False, bucket_bytes=50, plan=plan, wire=wire
+        ) as engine:
+            for _ in range(2):
+                first, last = engine.begin(5)
+                for index in range(first, last):
+                    engine.backward(net(float(index)), *numbers(index))
+                control = engine.finish()
+            gradients = [p.grad.tolist() for p in net.parameters()]
+            found.append([*gradients, control.vector.tolist()])
+            assert engine.exposed_seconds() > 0
     return found
 
 
@@ -143,7 +152,7 @@ def test_the_engine_sums_exactly_by_any_plan(world):
         assert first == [15.0] * 7  # small whole numbers survive half precision
         assert unused == [0.0] * 3
         assert last == [[0.0, 10.0]] * 5
-        assert control == [7 * 55 + 5 * 30, 0.0, 0.0, 10.0]
+        assert control == [7 * 55 + 5 * 30, 0.0, 0.0, 10.0, 20.0, 30.0, 10.0]
 
 
 def mean_gradient(count, micro):
@@ -152,18 +161,14 @@ def mean_gradient(count, micro):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     images, labels = torch.randn(count * micro, 6).double(), torch.arange(count * micro) % 3
-    engine = GradientSum(net, cluster, control=0, tree=False)
-    first, last = engine.begin(count)
-    for index in range(first, last):
-        part = slice(index * micro, (index + 1) * micro)
-        loss = nn.functional.cross_entropy(net(images[part]), labels[part], reduction="sum")
-        engine.backward(loss / (count * micro), torch.empty(0, dtype=torch.float64))
-    engine.finish()
-    found = [p.grad.clone() for p in net.parameters()]
-    net.zero_grad()
-    for p in net.parameters():
-        p.grad = None
-        p._post_accumulate_grad_hooks.clear()
+    with GradientSum(net, cluster, tree=False) as engine:
+        first, last = engine.begin(count)
+        for index in range(first, last):
+            part = slice(index * micro, (index + 1) * micro)
+            loss = nn.functional.cross_entropy(net(images[part]), labels[part], reduction="sum")
+            engine.backward(loss / (count * micro), torch.zeros(3, dtype=torch.float64))
+        engine.finish()
+        found = [p.grad.clone() for p in net.parameters()]
     nn.functional.cross_entropy(net(images), labels).backward()
     return [
         ((a - p.grad).norm() / p.grad.norm()).item()
@@ -214,15 +219,16 @@ def launches(compiled):
     if compiled:  # block by block; a whole compiled model delivers its gradients at the end
         blocks = [torch.compile(block, backend="aot_eager") for block in blocks]
     net = nn.Sequential(*blocks)
-    engine = GradientSum(net, cluster, control=0, tree=True, bucket_bytes=8 * 8 * 4)
+    engine = GradientSum(net, cluster, tree=True, bucket_bytes=8 * 8 * 4)
     arrived, left = [], []
     for p in net.parameters():
         p.register_post_accumulate_grad_hook(lambda p: arrived.append(p))
     send = engine._send
     engine._send = lambda tree, own=None: (left.append(len(arrived)), send(tree, own))
     engine.begin(cluster.world)
-    engine.backward(net(torch.ones(2, 8)).sum(), torch.empty(0))
+    engine.backward(net(torch.ones(2, 8)).sum(), torch.zeros(3))
     engine.finish()
+    engine.close()
     return left
 
 
@@ -239,17 +245,17 @@ def overlap_needs_the_same_order_everywhere():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     for p in net.parameters():
         nn.init.ones_(p)
-    engine = GradientSum(net, cluster, control=0, tree=False, bucket_bytes=1)
-    first, last = engine.begin(3)
-    for index in range(first, last):
-        # Worker by worker another layer is left out, so that buckets fill in another order.
-        x = torch.ones(1, 4)
-        for place, layer in enumerate(net):
-            if place != index:
-                x = layer(x)
-        engine.backward(x.sum(), torch.empty(0))
-    engine.finish()
-    return [p.grad.sum().item() for p in net.parameters()]
+    with GradientSum(net, cluster, tree=False, bucket_bytes=1) as engine:
+        first, last = engine.begin(3)
+        for index in range(first, last):
+            # Worker by worker another layer is left out, so that buckets fill in another order.
+            x = torch.ones(1, 4)
+            for place, layer in enumerate(net):
+                if place != index:
+                    x = layer(x)
+            engine.backward(x.sum(), torch.zeros(3))
+        engine.finish()
+        return [p.grad.sum().item() for p in net.parameters()]
 
 
 def test_workers_whose_backward_differs_still_agree():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import megabatch as mb
+from megabatch import models
 from megabatch.batch import Stage
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data, LearningRate, OptimizerConfig
@@ -16,8 +17,8 @@ from megabatch.data.loader import Loader
 from megabatch.data.opening import open_sources
 from megabatch.errors import UserError
 from megabatch.launch import run_local
-from megabatch.parts import prepare
-from megabatch.training import score, train
+from megabatch.step import score
+from megabatch.training import train
 
 # Two switches of the batch, uneven numbers of micro-batches, dropout, an epoch's end inside a
 # batch.
@@ -103,7 +104,8 @@ def weights_after(config, steps):
     images = 1438
     config = replace(config, epochs=(steps * config.batch - 1) / images, stages=())
     cluster = Cluster.from_env()
-    net = prepare(config, cluster, 10)
+    torch.manual_seed(config.seed)
+    net = models.build(config.model, 10, config.data.channels, config.data.size)
     train(config, model=net, cluster=cluster, quiet=True)
     return torch.cat([t.flatten().double() for t in net.state_dict().values()])
 
@@ -161,9 +163,8 @@ def scores(sizes):
     for size in sizes:
         images = [(torch.full((1, 8, 8), float(i)), i % 10) for i in range(size)]
         _, source = open_sources(CONFIG, (images, images))
-        net = prepare(CONFIG, cluster, 10, FirstPixel())
         loader = Loader(None, source, CONFIG, cluster, torch.float32)
-        found.append(score(net, loader, CONFIG, cluster))
+        found.append(score(FirstPixel(), loader.validation(), size, CONFIG, cluster))
         loader.close()
     return found
 

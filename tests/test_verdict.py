@@ -32,6 +32,13 @@ class Delayed(Memory):
         return super().read(indices, draws)
 
 
+def slept(seconds):
+    """How long it was in the end."""
+    began = time.perf_counter()
+    time.sleep(seconds)
+    return time.perf_counter() - began
+
+
 def epoch(input_, communication, compute, pause=0.0, threads=1):
     """Train for eight steps of one micro-batch with the given delays, in seconds a step, after one
     that is not counted: the very first images are always waited for."""
@@ -44,10 +51,8 @@ def epoch(input_, communication, compute, pause=0.0, threads=1):
             clock.lap(loader.waited_seconds, loader.busy_seconds)
         for _ in loader.share(step):
             time.sleep(compute)
-        with clock.communicating():
-            time.sleep(communication)
-        with clock.paused():
-            time.sleep(pause)
+        clock.waited_for_others(slept(communication))
+        clock.passed_over(slept(pause))
     waits = clock.lap(loader.waited_seconds, loader.busy_seconds)
     loader.close()
     return waits
@@ -139,15 +144,15 @@ def test_decoding_that_is_in_the_way_of_computing_is_named():
 
 def test_a_clock_starts_afresh_with_each_epoch():
     now = [0.0]
-    clock = Clock(lambda: now[0])
+    clock = Clock(before=100.0, now=lambda: now[0])
     now[0] = 10.0
     clock.waited_for_others(3.0)
     assert clock.lap(2.0, 5.0, 4.0) == Waits(10.0, 2.0, 3.0, 5.0, 4.0)
-    with clock.paused():
-        now[0] = 14.0
-    with clock.communicating():
-        now[0] = 15.0
+    now[0] = 15.0
+    clock.passed_over(4.0)
+    clock.waited_for_others(1.0)
     assert clock.lap(2.5, 6.0, 4.5) == Waits(1.0, 0.5, 1.0, 1.0, 0.5)
+    assert (clock.seconds, clock.training_seconds) == (115.0, 11.0)
 
 
 def test_threads_end_with_the_loader():

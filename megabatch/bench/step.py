@@ -1,4 +1,5 @@
-"""megabatch bench step: images/s of this device by model and micro-batch, for machine.json.
+"""megabatch bench step: images/s of the trainer's own step by model and micro-batch, for
+machine.json.
 
 `--export` writes any bundled model as the planner's workload; `describe` does it for a module of
 your own.
@@ -12,20 +13,24 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from megabatch import models
+from megabatch.cluster import Cluster
+from megabatch.config import Config, Data
+from megabatch.data.loader import MicroBatch
 from megabatch.errors import DONE, UserError
-from megabatch.optim import LARS, parameter_groups
+from megabatch.parts import assemble, prepared
 from megabatch.planner.machine import update
 from megabatch.planner.workload import Layer, Workload, made_for
+from megabatch.process import compute_settings
+from megabatch.step import train_step
 from megabatch.verbs.parsing import parse
 
 _BEFORE_CAPTURE = 5
@@ -37,6 +42,8 @@ class StepFlags:
     """one of the bundled models"""
     micro: tuple[int, ...] = (16, 32, 64, 128)
     """images in one pass, each measured"""
+    span: int = 0
+    """images that share batch-norm statistics (0: those of a pass)"""
     size: int = 0
     """side of the images in pixels (0: what the model was made for)"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -80,10 +87,18 @@ def run(arguments: list[str]) -> int:
         raise UserError(f"--micro is {' '.join(map(str, flags.micro))}; give 1 image and more")
     rows = []
     for micro in flags.micro:
-        images = torch.randn(micro, channels, size, size, device=device)
-        labels = torch.randint(classes, (micro,), device=device)
-        train = _step(net.to(device), images, labels, flags)
-        rate = micro / time_of(train, flags.seconds, device)
+        data = Data("synthetic", size=size, channels=channels, classes=classes)
+        config = Config(
+            model=flags.model,
+            batch=micro,
+            micro=micro,
+            span=flags.span or micro,
+            precision=flags.precision,
+            data=data,
+        ).check()
+        with one_worker(config, torch.device(device), flags.compile) as train:
+            work = captured(train) if flags.graphs else train
+            rate = micro / time_of(work, flags.seconds, device)
         rows.append({"model": flags.model, "micro": micro, "images_per_second": rate})
         print(f"{flags.model} micro {micro:5d}  {rate:12,.1f} images/s", file=sys.stderr)
     update(flags.out, {"compute": rows, "host": host(device), "sources": {"compute": _how(flags)}})
@@ -93,30 +108,33 @@ def run(arguments: list[str]) -> int:
     return DONE
 
 
-def _step(net: nn.Module, images: Tensor, labels: Tensor, flags: StepFlags) -> Callable[[], None]:
-    """A whole step of one worker: forward, backward, update."""
-    optimizer = LARS(parameter_groups(net, weight_decay=5e-5), lr=0.0, momentum=0.9)
-    if images.is_cuda:
-        net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        images = images.contiguous(memory_format=torch.channels_last)
-        torch.backends.cudnn.benchmark = True
-    forward: Any = net
-    if flags.compile:
-        torch._dynamo.reset()  # each size has kernels of its own, not ones for all sizes
-        forward = torch.compile(net, dynamic=False)
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(flags.precision)
+@contextlib.contextmanager
+def one_worker(
+    config: Config, device: torch.device, compiled: bool = False
+) -> Iterator[Callable[[], None]]:
+    """The trainer's own step on one worker, of as many passes as the config says, over random
+    images that lie on the device."""
+    alone = Cluster(0, 1, 0, 1, device, (1, 1))
+    data, count = config.data, config.batch // config.micro
+    shape = (config.micro, data.channels, data.size, data.size)
+    micro = MicroBatch(
+        torch.randn(shape, device=device),
+        torch.randint(data.classes, (config.micro,), device=device),
+        torch.arange(config.micro, device=device),
+        0,
+    )
+    with contextlib.ExitStack() as ending:
+        ending.enter_context(compute_settings(config, alone))
+        net = ending.enter_context(prepared(config, alone, data.classes))
+        parts = ending.enter_context(assemble(config, alone, net))
+        if compiled:
+            torch._dynamo.reset()  # each size has kernels of its own, not ones for all sizes
+            parts = replace(parts, forward=torch.compile(net, dynamic=False))
 
-    def train() -> None:
-        device = images.device.type
-        # A graph keeps no weights that were cast before it.
-        cast = torch.autocast(device, half, cache_enabled=not flags.graphs) if half else None
-        with cast or contextlib.nullcontext():
-            loss = cross_entropy(forward(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        def train() -> None:
+            train_step(parts, [micro] * count, config.batch, lr=0.0, momentum=0.9)
 
-    return captured(train) if flags.graphs else train
+        yield train
 
 
 def captured(work: Callable[[], None]) -> Callable[[], None]:

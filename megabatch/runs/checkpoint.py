@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,26 +24,30 @@ _WEIGHTS, _OPTIMIZER, _EXTRA = "model.safetensors", "optimizer.safetensors", "ex
 _STATE = "state.json"
 
 
-def save(
-    folder: Path,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    keep: int,
-    extra: dict[str, Tensor] | None = None,
-) -> Path:
-    """Write a checkpoint named by state["seen"]; the newest `keep` stay.
+class Saved(Protocol):
+    """What a checkpoint holds of a run: a module, its optimizer, and tensors that are neither's."""
 
-    `state` is JSON; `extra` are tensors that are neither weights nor the optimizer's.
-    """
+    @property
+    def net(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def load(self, tensors: dict[str, Tensor]) -> None: ...
+
+
+def save(folder: Path, saved: Saved, state: dict[str, Any], keep: int) -> Path:
+    """Write a checkpoint named by state["seen"], which is JSON; the newest `keep` stay."""
     final = folder / f"seen-{state['seen']:012d}"
     partial = folder / f".{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors, rest = _split(optimizer.state_dict())
-    save_file(_contiguous(module.state_dict()), partial / _WEIGHTS)
+    tensors, rest = _split(saved.optimizer.state_dict())
+    save_file(_contiguous(saved.net.state_dict()), partial / _WEIGHTS)
     save_file(_contiguous(tensors), partial / _OPTIMIZER)
-    save_file(_contiguous(extra or {}), partial / _EXTRA)
+    save_file(_contiguous(saved.tensors()), partial / _EXTRA)
     sums = {name: _checksum(partial / name) for name in (_WEIGHTS, _OPTIMIZER, _EXTRA)}
     record = {"state": state, "optimizer": rest, "sha256": sums}
     (partial / _STATE).write_text(json.dumps(record, indent=2) + "\n")
@@ -80,11 +84,12 @@ def load_extra(path: Path) -> dict[str, Tensor]:
     return load_file(path / _EXTRA)
 
 
-def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restore weights and optimizer; returns the state the checkpoint was saved with."""
+def load(path: Path, saved: Saved) -> dict[str, Any]:
+    """Restore all of it; returns the state the checkpoint was saved with."""
     record = json.loads((path / _STATE).read_text())
-    load_weights(path, module)
-    optimizer.load_state_dict(_join(load_file(path / _OPTIMIZER), record["optimizer"]))
+    load_weights(path, saved.net)
+    saved.optimizer.load_state_dict(_join(load_file(path / _OPTIMIZER), record["optimizer"]))
+    saved.load(load_extra(path))
     state: dict[str, Any] = record["state"]
     return state
 

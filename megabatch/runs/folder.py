@@ -6,18 +6,18 @@ Without a folder nothing is written. All workers read it; only the first writes.
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megabatch.runs import checkpoint
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.errors import UserError
+from megabatch.noise import NoiseScale, following_batch
+from megabatch.runs import checkpoint
+from megabatch.runs.checkpoint import Saved
 from megabatch.runs.loggers import drop_after, environment
-from megabatch.noise import NoiseScale
-from megabatch.parts import Parts
+from megabatch.sync.control import StepNumbers
 
 
 @dataclass
@@ -31,11 +31,25 @@ class State:
     proposed: int = 0
     noise: NoiseScale = field(default_factory=NoiseScale)
     pending: list[Any] = field(default_factory=list)
-    """numbers of the last step, not yet told"""
+    """numbers of the last step, not yet read"""
     evaluation: dict[str, float] = field(
         default_factory=lambda: {"top1": 0.0, "top5": 0.0, "loss": float("nan")}
     )
     seconds: float = 0.0
+    skipped: int = 0
+    """steps in a row, up to the last one read, that did not count"""
+
+    def learn(self, numbers: StepNumbers, config: Config) -> None:
+        """Take in a step's numbers: whether it counted, the noise scale, the batch that follows
+        it."""
+        self.skipped = self.skipped + 1 if numbers.skipped else 0
+        batch, micro = numbers.step.batch, config.micro
+        self.noise.update(
+            numbers.squares, numbers.gradient_square, batch // micro, micro, config.noise.memory
+        )
+        if config.noise.follow:
+            self.batch = numbers.batch or batch
+            self.proposed = following_batch(config, self.batch, self.noise.scale)
 
     @staticmethod
     def of(saved: dict[str, Any]) -> State:
@@ -47,7 +61,7 @@ class RunFolder:
         self.path, self._config, self._cluster = path, config, cluster
         self._writes = path is not None and cluster.first
 
-    def begin(self, resume: bool, parts: Parts) -> State:
+    def begin(self, resume: bool, saved: Saved) -> State:
         """The state a run begins with: nothing seen, or the newest good checkpoint's."""
         if self.path is None:
             if resume:
@@ -56,8 +70,7 @@ class RunFolder:
         found = self._cluster.agree(lambda: self._open(resume))
         state = State()
         if found is not None:
-            state = State.of(checkpoint.load(found, parts.net, parts.optimizer))
-            parts.load(checkpoint.load_extra(found))
+            state = State.of(checkpoint.load(found, saved))
         if self._writes:
             drop_after(self.path / "metrics.jsonl", state.seen, state.steps - len(state.pending))
         return state
@@ -90,18 +103,12 @@ class RunFolder:
                 f"another --out"
             )
 
-    def save(self, state: State, parts: Parts, began: float) -> None:
-        state.seconds = time.monotonic() - began
+    def save(self, state: State, saved: Saved, seconds: float) -> None:
+        """Write a checkpoint; `seconds` is how long the run has taken so far."""
+        state.seconds = seconds
         if self._writes:
             assert self.path is not None
-            checkpoint.save(
-                self.path / "checkpoints",
-                parts.net,
-                parts.optimizer,
-                asdict(state),
-                self._config.keep,
-                parts.tensors(),
-            )
+            checkpoint.save(self.path / "checkpoints", saved, asdict(state), self._config.keep)
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         if self._writes:

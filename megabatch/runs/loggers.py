@@ -2,7 +2,7 @@
 error.
 
 Only the first worker has a Log that writes; the others' are silent. Nothing here waits for the
-device: a step's numbers are read one step later (`Pending`).
+device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import platform
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,95 +20,20 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor
 
-from megabatch.batch import Step
 from megabatch.config import Config
 from megabatch.runs.verdict import Facts, Waits, verdict
+from megabatch.sync.control import StepNumbers
 from megabatch.version import __version__
 
 Band = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Told:
-    """What the host learns of a step, one step later. Sums of squares are without the loss
-    scale."""
-
-    step: Step
-    squares: float
-    """of the micro-batches' gradients, each divided by their number"""
-    stop: bool
-    number: int
-    """the first worker's, in the control vector: the batch it proposes"""
-    loss: float
-    top1: float
-    top5: float
-    mean_square: float
-    """squared norm of the whole gradient"""
-    loss_scale: float
-    skipped: bool
-
-
-class Pending:
-    """Numbers of a step on their way to the host: each step's are read one step later."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[Step, Tensor, Any]] = []
-
-    def put(self, step: Step, numbers: Tensor) -> Told | None:
-        """Queue a step's numbers, in Told's order; returns the step before's, if there was one."""
-        told = self.take()
-        event = None
-        if numbers.is_cuda:
-            numbers = numbers.to("cpu", non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._waiting.append((step, numbers, event))
-        return told
-
-    def take(self) -> Told | None:
-        if not self._waiting:
-            return None
-        step, numbers, event = self._waiting.pop(0)
-        if event is not None:
-            event.synchronize()
-        return _told(step, numbers.tolist())
-
-    def state(self) -> list[Any]:
-        """What waits, for a checkpoint: the resumed run learns it as this one would have."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return [(asdict(step), numbers.tolist()) for step, numbers, _ in self._waiting]
-
-    def restore(self, state: list[Any]) -> None:
-        for step, numbers in state:
-            numbers[1] = 0.0  # whoever resumes does not want to stop
-            self._waiting.append((Step(**step), torch.tensor(numbers, dtype=torch.float64), None))
-
-
-def _told(step: Step, numbers: list[float]) -> Told:
-    squares, stop, number, loss, top1, top5, mean_square, scale, good = numbers
-    n = step.batch
-    return Told(
-        step,
-        squares / scale**2,
-        stop > 0,
-        int(number),
-        loss / n,
-        top1 / n,
-        top5 / n,
-        mean_square,
-        scale,
-        good == 0,
-    )
 
 
 class Log:
     """The run's record. `out` None: nothing is written; `quiet`: nothing is shown."""
 
     def __init__(self, config: Config, images: int, out: Path | None, quiet: bool) -> None:
-        self._images = images
+        self._config, self._images = config, images
         self._console = Console(stderr=True, quiet=quiet)
         self._file: TextIO | None = None
         self._board: Any = None
@@ -143,25 +68,25 @@ class Log:
     def say(self, words: str) -> None:
         self._console.print(words, highlight=False, soft_wrap=True)
 
-    def step(self, told: Told, lr: float, momentum: float, noise_scale: float | None) -> None:
-        now = time.monotonic()
-        rate = told.step.batch / max(now - self._last, 1e-9)
+    def step(self, numbers: StepNumbers, noise_scale: float | None) -> None:
+        now, step, square = time.monotonic(), numbers.step, numbers.gradient_square
+        rate = step.batch / max(now - self._last, 1e-9)
         self._last = now
         record: dict[str, Any] = {
-            "step": told.step.index,
-            "seen": told.step.seen + told.step.batch,
-            "epoch": told.step.epoch,
-            "loss": told.loss,
-            "top1": told.top1,
-            "top5": told.top5,
-            "lr": lr,
-            "momentum": momentum,
-            "batch": told.step.batch,
+            "step": step.index,
+            "seen": step.seen + step.batch,
+            "epoch": step.epoch,
+            "loss": numbers.loss,
+            "top1": numbers.top1,
+            "top5": numbers.top5,
+            "lr": self._config.lr_at(step.epoch, step.batch),
+            "momentum": self._config.momentum_at(step.stage),
+            "batch": step.batch,
             "images_per_second": rate,
-            "gradient_norm": math.sqrt(told.mean_square) if told.mean_square >= 0 else None,
+            "gradient_norm": math.sqrt(square) if square >= 0 else None,
             "noise_scale": noise_scale,
-            "loss_scale": told.loss_scale,
-            "skipped": told.skipped,
+            "loss_scale": numbers.loss_scale,
+            "skipped": numbers.skipped,
         }
         self._write("train", record)
         if self._progress is not None:
@@ -169,8 +94,8 @@ class Log:
                 self._bar,
                 completed=record["seen"],
                 epoch=record["seen"] / self._images,
-                batch=told.step.batch,
-                loss=told.loss,
+                batch=step.batch,
+                loss=numbers.loss,
                 rate=rate,
             )
 
@@ -204,7 +129,7 @@ class Log:
     def _write(self, kind: str, record: dict[str, Any]) -> None:
         if self._file is None:
             return
-        record = {k: v if not _unsayable(v) else None for k, v in record.items()}
+        record = {k: v if not _not_finite(v) else None for k, v in record.items()}
         self._file.write(json.dumps({"kind": kind, **record}) + "\n")
         self._file.flush()
         place = f"{kind}/{record['name']}" if "name" in record else kind
@@ -220,20 +145,20 @@ class Log:
             self._board.close()
 
 
-def _unsayable(value: Any) -> bool:
+def _not_finite(value: Any) -> bool:
     """JSON has no word for infinities and nan."""
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def drop_after(path: Path, seen: int, told: int) -> None:
+def drop_after(path: Path, seen: int, first_step: int) -> None:
     """Forget the lines that a run wrote after the checkpoint it resumes from: evaluations of more
-    images than it had seen, and steps from number `told` on, which will be told again."""
+    images than it had seen, and steps from `first_step` on, which will be written again."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text().splitlines():
         record = json.loads(line)
-        if record["step"] < told if record["kind"] == "train" else record["seen"] <= seen:
+        if record["step"] < first_step if record["kind"] == "train" else record["seen"] <= seen:
             kept.append(line + "\n")
     path.write_text("".join(kept))
 

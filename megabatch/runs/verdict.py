@@ -7,10 +7,9 @@ Time in which the training loop waited neither for images nor for other workers 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -100,7 +99,8 @@ def _input_advice(waits: Waits, facts: Facts) -> str:
     packed_size = round(facts.size * 8 / 7)
     stored_slowly = waits.on_cores is not None and waits.on_cores < _ON_CORES * waits.reading
     if facts.packed and stored_slowly:
-        return "storage is slow, not decoding: copy the pack to local storage with --data.local-copy DIR"
+        way = "copy the pack to local storage with --data.local-copy DIR"
+        return f"storage is slow, not decoding: {way}"
     if not facts.packed or facts.stored_size == 0 or (facts.stored_size or 0) > 2 * packed_size:
         ways.append(f"pack at --size {packed_size}")
     # As many threads as finish the epoch's reading while the loop computes.
@@ -125,38 +125,33 @@ def _communication_advice(facts: Facts) -> str:
 
 
 class Clock:
-    """Collects the waits of an epoch. `now` is a clock in seconds, for tests another one."""
+    """Collects the waits of an epoch, and how long a run has taken: `before` seconds already, when
+    it is resumed. `now` is a clock in seconds, for tests another one."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, before: float = 0.0, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._began = now()
+        self._began = self._started = now()
+        self._before, self._passed_over = before, 0.0
         self._paused = self._communication = 0.0
         self._input_before = self._reading_before = self._cores_before = 0.0
 
-    @contextlib.contextmanager
-    def communicating(self) -> Iterator[None]:
-        """Around what waits for other workers."""
-        began = self._now()
-        try:
-            yield
-        finally:
-            self._communication += self._now() - began
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Around what is not training: evaluation and checkpoints."""
-        began = self._now()
-        try:
-            yield
-        finally:
-            self._paused += self._now() - began
-
     def passed_over(self, seconds: float) -> None:
-        """Instead of `paused`, where it was measured elsewhere."""
+        """That were not training: evaluation and checkpoints."""
         self._paused += seconds
+        self._passed_over += seconds
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole run, everything counted."""
+        return self._before + self._now() - self._started
+
+    @property
+    def training_seconds(self) -> float:
+        """Since this clock was made, without what was passed over."""
+        return self._now() - self._started - self._passed_over
 
     def waited_for_others(self, seconds: float) -> None:
-        """Instead of `communicating`, where the waiting was measured elsewhere."""
+        """As the engine measured it."""
         self._communication += seconds
 
     def lap(

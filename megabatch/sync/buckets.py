@@ -7,12 +7,15 @@ in the same order on all of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from megabatch.cluster import Cluster
+from megabatch.sync import control
+from megabatch.sync.control import Control
 from megabatch.sync.senders import Exposed, Lane, Planned
 from megabatch.sync.summation import TreeSum
 from megabatch.tree import Node, deal
@@ -79,18 +82,15 @@ class GradientSum:
 
     After finish() the .grad of every trainable parameter (of its master, where it has one) is the
     sum over the global batch, on every worker, until the next begin(). The control vector rides
-    behind the last bucket: entry 0 is the sum of the squared norms of the micro-batches' gradients,
-    entry 1 the number of workers told to stop, entry 2 a number from the first worker; what else it
-    holds is the caller's.
+    behind the last bucket. It holds hooks on the parameters until close(), which gives them back
+    without gradients.
     """
-
-    RESERVED = 3
 
     def __init__(
         self,
         module: nn.Module,
         cluster: Cluster,
-        control: int,
+        statistics: int = 0,
         *,
         tree: bool,
         bucket_bytes: float = 25e6,
@@ -105,7 +105,7 @@ class GradientSum:
         self._masters = masters or {}
         self._cluster, self._by_tree = cluster, tree
         self._buckets = buckets_of(parameters, bucket_bytes)
-        self._control = TreeSum(self.RESERVED + control, like)
+        self._control = TreeSum(control.length(statistics), like)
         self._sums: dict[TreeSum, Tensor] = {}
         self._exposed = Exposed(cluster.device)
         self._lane: Lane | None = None
@@ -115,9 +115,31 @@ class GradientSum:
             self._planned = Planned(cluster, plan, wire, sizes)
         elif cluster.world > 1:
             self._lane = Lane(cluster.device)
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+            for bucket in self._buckets
+            for p in bucket.parameters
+        ]
+
+    def __enter__(self) -> GradientSum:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the hooks off, end the sender, let go of all gradients; once or again, in any
+        state."""
+        for hook in self._hooks:
+            hook.remove()
         for bucket in self._buckets:
             for p in bucket.parameters:
-                p.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+                p.grad = self._masters.get(p, p).grad = None
+        sender = self._planned or self._lane
+        if sender is not None:
+            sender.close()
+        self._hooks, self._buckets = [], []
+        self._sums.clear()
 
     def begin(self, count: int) -> tuple[int, int]:
         """Start a step of `count` micro-batches; returns which of them, [first, last), are dealt
@@ -130,27 +152,27 @@ class GradientSum:
         self._left = self._passes = 0
         return dealt
 
-    def backward(self, loss: Tensor, control: Tensor) -> None:
+    def backward(self, loss: Tensor, counts: Tensor, statistics: Tensor | None = None) -> None:
         """One micro-batch: its gradients, and its part of the control vector."""
         self._passes += 1
-        self._squares = loss.new_zeros((), dtype=control.dtype)
+        self._squares = loss.new_zeros((), dtype=counts.dtype)
         loss.backward()
         for bucket in self._buckets:
             if bucket.tree.pushed < self._passes:  # backward did not reach all of its parameters
                 self._collect(bucket)
         row = self._control.fresh()
-        row[: self.RESERVED] = 0.0
-        row[0], row[self.RESERVED :] = self._squares, control
+        none = counts.new_empty(0)
+        control.pack_micro_batch(
+            row, self._squares, counts, none if statistics is None else statistics
+        )
         self._control.push(row)
 
-    def finish(self, stop: bool = False, number: float = 0.0) -> Tensor:
-        """End the step; returns the control vector, on the device. Only the first worker's number
+    def finish(self, stop: bool = False, batch: int = 0) -> Control:
+        """End the step; returns the control vector, on the device. Only the first worker's batch
         counts."""
         self._leave()
-        own = self._control.fresh().zero_()
-        own[1] = float(stop)
-        if self._cluster.first:
-            own[2] = number
+        own = self._control.fresh()
+        control.pack_worker(own, stop, batch if self._cluster.first else 0)
         self._send(self._control, own)
         if self._cluster.world > 1:
             with self._exposed.waiting():
@@ -162,7 +184,7 @@ class GradientSum:
                 bucket.parameters, bucket.views(self._sums[bucket.tree]), strict=True
             ):
                 self._masters.get(p, p).grad = gradient
-        return self._sums[self._control]
+        return Control(self._sums[self._control])
 
     def scale(self, factor: Tensor | None, good: Tensor) -> None:
         """After finish(): undo a loss scale, and make gradients 0 where the step does not count."""
@@ -180,7 +202,7 @@ class GradientSum:
         sums = [self._sums[bucket.tree] for bucket in self._buckets]
         return torch.stack([total.dot(total) for total in sums]).sum()
 
-    def _arrived(self, bucket: Bucket) -> None:
+    def _arrived(self, bucket: Bucket, _: Tensor) -> None:
         bucket.missing -= 1
         if bucket.missing == 0:
             self._collect(bucket)

@@ -81,6 +81,11 @@ class Lane:
             sent.result()
         self._sent = []
 
+    def close(self) -> None:
+        """End the thread; one that waits for a worker that failed is left to the process's end."""
+        if self._thread is not None:
+            self._thread.shutdown(all(sent.done() for sent in self._sent), cancel_futures=True)
+
 
 class Planned:
     """Sums by a plan of our own instead, in the lanes of execute.py, under a heartbeat."""
@@ -112,3 +117,6 @@ class Planned:
         self._pending.clear()
         self._steps += 1
         self._heartbeat.step(self._steps)
+
+    def close(self) -> None:
+        self._heartbeat.close()

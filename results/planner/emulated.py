@@ -11,6 +11,7 @@ by the engine that trains.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -93,7 +94,7 @@ def predict(case: Case, file: str) -> float:
 # --- one worker ---------------------------------------------------------------------------------
 
 
-def call_of(case: Case, cluster: Any) -> Callable[[], None]:
+def call_of(case: Case, cluster: Any, ending: contextlib.ExitStack) -> Callable[[], None]:
     import torch
 
     from megabatch.sync.choice import named
@@ -102,33 +103,37 @@ def call_of(case: Case, cluster: Any) -> Callable[[], None]:
     # the planner's name of a plan as the trainer takes it
     name = "ring:halving_doubling" if case.plan == "halving_doubling" else case.plan
     if case.micro:
-        return training_step(cluster, case.micro, name, case.bucket_mb)
+        return training_step(cluster, ending, case.micro, name, case.bucket_mb)
     plan, tensor = named(name, "gloo"), torch.zeros(case.nbytes // 4)
     return lambda: execute(plan, tensor, cluster)
 
 
 def training_step(
-    cluster: Any, micro: int, plan: str | None = None, bucket_mb: float = 1.0
+    cluster: Any,
+    ending: contextlib.ExitStack,
+    micro: int,
+    plan: str | None = None,
+    bucket_mb: float = 1.0,
 ) -> Callable[[], None]:
-    """A step of one pass a worker: forward, backward, the sum over the cluster, update."""
+    """The trainer's step, of one pass a worker."""
     import torch
-    from torch.nn.functional import cross_entropy
 
-    from megabatch import models
-    from megabatch.optim import LARS, parameter_groups
-    from megabatch.sync.buckets import GradientSum
+    from megabatch.config import Config, Data
+    from megabatch.data.loader import MicroBatch
+    from megabatch.parts import assemble, prepared
+    from megabatch.step import train_step
 
-    net = models.build(MODEL, CLASSES, CHANNELS, SIZE)
-    optimizer = LARS(parameter_groups(net, weight_decay=5e-5), lr=0.0, momentum=0.9)
-    engine = GradientSum(net, cluster, 0, tree=False, bucket_bytes=1e6 * bucket_mb, plan=plan)
+    batch = micro * cluster.world
+    data = Data("synthetic", size=SIZE, channels=CHANNELS, classes=CLASSES)
+    config = Config(model=MODEL, batch=batch, micro=micro, span=micro, data=data)
+    config = replace(config, plan=plan or "backend", bucket_mb=bucket_mb).check()
     images = torch.randn(micro, CHANNELS, SIZE, SIZE)
-    labels = torch.randint(CLASSES, (micro,))
+    labels, positions = torch.randint(CLASSES, (micro,)), torch.arange(micro)
+    net = ending.enter_context(prepared(config, cluster, CLASSES))
+    parts = ending.enter_context(assemble(config, cluster, net))
 
     def step() -> None:
-        engine.begin(cluster.world)
-        engine.backward(cross_entropy(net(images), labels), torch.zeros(0))
-        engine.finish()
-        optimizer.step()
+        train_step(parts, [MicroBatch(images, labels, positions, 0)], batch, lr=0.0, momentum=0.9)
 
     return step
 
@@ -138,13 +143,20 @@ def work(task: str, file: Path) -> None:
     import torch
 
     from megabatch.cluster import Cluster
-    from megabatch.planner.machine import update
 
     torch.set_num_threads(1)
     cluster = Cluster.from_env(None, "cpu")
+    with contextlib.ExitStack() as ending:
+        measure_here(task, file, cluster, ending)
+    cluster.leave()
+
+
+def measure_here(task: str, file: Path, cluster: Any, ending: contextlib.ExitStack) -> None:
+    from megabatch.planner.machine import update
+
     if task == "compute":
         alone = replace(cluster, rank=0, world=1, grid=(1, 1))
-        taken = in_turns([training_step(alone, micro) for micro in COMPUTED], cluster)
+        taken = in_turns([training_step(alone, ending, micro) for micro in COMPUTED], cluster)
         each = {"model": MODEL, "workers": cluster.world}
         rows = [
             each | {"micro": micro, "images_per_second": micro / seconds}
@@ -160,13 +172,12 @@ def work(task: str, file: Path) -> None:
     else:
         mine = [case for case in cases() if case.world == cluster.world]
         taken = in_turns(
-            [call_of(case, replace(cluster, grid=case.grid)) for case in mine], cluster
+            [call_of(case, replace(cluster, grid=case.grid), ending) for case in mine], cluster
         )
         if cluster.first:
             found = zip(mine, taken, strict=True)
             rows = [{"what": str(case), "seconds": seconds} for case, seconds in found]
             file.write_text(json.dumps(rows))
-    cluster.leave()
 
 
 def in_turns(calls: list[Callable[[], None]], cluster: Any) -> list[float]:

@@ -1,0 +1,187 @@
+"""One step of training, and one pass of evaluation: what the trainer, the benchmarks and the tests
+all call.
+
+A step is forward and backward over the micro-batches dealt here, the sum over workers, the update
+and its numbers. Nothing in it waits for the device: what the host wants to know it reads a step
+later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from megabatch.batch import Step
+from megabatch.cluster import Cluster
+from megabatch.config import Config
+from megabatch.data.loader import MicroBatch
+from megabatch.errors import UserError
+from megabatch.keyed import Purpose, keyed, set_positions
+from megabatch.parts import Parts
+from megabatch.precision import autocast, full_dtype
+from megabatch.sync.control import COUNTS, Control, StepNumbers, counts, without_stop
+from megabatch.sync.summation import TreeSum
+from megabatch.tree import deal
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves on the device."""
+
+    numbers: Tensor
+    """as StepNumbers.unpack reads them"""
+    losses: list[tuple[int, Tensor]]
+    """of each micro-batch here: its first position, its part of the mean loss"""
+
+
+def train_step(
+    parts: Parts,
+    micro_batches: Iterable[MicroBatch],
+    batch: int,
+    *,
+    lr: float,
+    momentum: float,
+    stop: Callable[[], bool] = lambda: False,
+    propose: int = 0,
+) -> StepResult:
+    """One step over a global batch of so many images; every worker calls it.
+
+    `micro_batches` are those dealt to this worker (batch.dealt). `stop` says, after they were
+    computed, whether this worker was asked to stop, and all will know; `propose` is the batch that
+    the first worker wants from now on.
+    """
+    count = batch // parts.config.micro
+    parts.engine.begin(count)
+    parts.net.train()
+    losses = [(micro.first, _pass(parts, micro, batch)) for micro in micro_batches]
+    control = parts.engine.finish(stop(), propose)
+    return StepResult(_update(parts, control, count, lr, momentum), losses)
+
+
+def _pass(parts: Parts, micro: MicroBatch, batch: int) -> Tensor:
+    """Forward and backward over one micro-batch, whose buckets leave meanwhile; returns its part of
+    the mean loss over the global batch."""
+    config, scale = parts.config, parts.scale
+    set_positions(parts.net, micro.positions)
+    if parts.own:  # torch's generator, which bundled models leave alone, is keyed by position too
+        torch.manual_seed(keyed(config.seed, Purpose.GENERATOR, micro.first))
+    with autocast(config, parts.device):
+        logits = _logits(parts.forward(micro.images), micro.labels).to(full_dtype(config))
+    total = cross_entropy(
+        logits, micro.labels, reduction="sum", label_smoothing=config.label_smoothing
+    )
+    counted = counts(logits.detach(), micro.labels, total.detach())
+    loss = total / batch
+    parts.engine.backward(
+        loss * scale.value if scale.on else loss, counted, parts.moving.statistics(counted)
+    )
+    return loss.detach()
+
+
+def _logits(output: Any, labels: Tensor) -> Tensor:
+    """What the net gave, if it can be the logits of these images; shapes alone are looked at."""
+    if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(labels):
+        given = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        raise UserError(
+            f"the model gives {given} for {len(labels)} images: training needs one tensor of "
+            f"logits, a row an image and a column a class"
+        )
+    return output
+
+
+def _update(parts: Parts, control: Control, count: int, lr: float, momentum: float) -> Tensor:
+    """Weights and averages after the sum; returns the numbers for the host.
+
+    Whether the step counts is decided on the device, alike on every worker.
+    """
+    engine, optimizer, scale = parts.engine, parts.optimizer, parts.scale
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        if "momentum" in group:
+            group["momentum"] = momentum
+    good = control.good
+    engine.scale(1 / scale.value if scale.on else None, good)
+    optimizer.step(good=good)
+    parts.masters.write_back()
+    parts.moving.move(control.statistics / count, parts.config.bn_momentum, good)
+    parts.average.update(good)
+    numbers = control.for_host(engine.squared_norm(), scale.value, good)
+    scale.update(good)
+    return numbers
+
+
+class DelayedNumbers:
+    """Numbers of a step on their way to the host: each step's are read one step later.
+
+    `losses` are those of the micro-batches here, of the step that was read last.
+    """
+
+    def __init__(self, state: Iterable[Any] = ()) -> None:
+        """With what state() gave for a checkpoint, in a run that is resumed from it."""
+        self.losses: list[tuple[int, Tensor]] = []
+        self._waiting: list[tuple[Step, StepResult, torch.cuda.Event | None]] = []
+        for step, numbers in state:
+            kept = torch.tensor(without_stop(numbers), dtype=torch.float64)
+            self._waiting.append((Step(**step), StepResult(kept, []), None))
+
+    def put(self, step: Step, result: StepResult) -> StepNumbers | None:
+        """Queue a step's numbers; returns the step before's, if there was one."""
+        before = self.take()
+        event = None
+        if result.numbers.is_cuda:
+            # Into pinned memory: a copy into any other would wait for the device.
+            pinned = torch.empty_like(result.numbers, device="cpu", pin_memory=True)
+            result = StepResult(pinned.copy_(result.numbers, non_blocking=True), result.losses)
+            event = torch.cuda.Event()
+            event.record()
+        self._waiting.append((step, result, event))
+        return before
+
+    def take(self) -> StepNumbers | None:
+        """What has waited longest, if anything has."""
+        if not self._waiting:
+            return None
+        step, result, event = self._waiting.pop(0)
+        self.losses = result.losses
+        if event is not None:
+            event.synchronize()
+        return StepNumbers.unpack(step, result.numbers.tolist())
+
+    def state(self) -> list[Any]:
+        """What waits, for a checkpoint: the resumed run learns it as this one would have."""
+        for _, _, event in self._waiting:
+            if event is not None:
+                event.synchronize()
+        return [(asdict(step), result.numbers.tolist()) for step, result, _ in self._waiting]
+
+
+@torch.no_grad()
+def score(
+    net: nn.Module,
+    micro_batches: Iterable[tuple[Tensor, Tensor]],
+    images: int,
+    config: Config,
+    cluster: Cluster,
+) -> dict[str, float]:
+    """Top-1, top-5 and loss over so many images, each counted once on whichever worker has it.
+
+    `micro_batches` are the images and labels dealt to this worker, by the tree's dealing.
+    """
+    net.eval()
+    # Each micro-batch is a leaf of the tree: the loss too is the same on any number of workers.
+    count = -(-images // config.micro)
+    like = torch.empty(0, dtype=full_dtype(config), device=cluster.device)
+    total = TreeSum(COUNTS, like)
+    total.begin(count, deal(count, cluster.world)[cluster.rank])
+    for inputs, labels in micro_batches:
+        with autocast(config, cluster.device):
+            logits = _logits(net(inputs), labels).to(like)
+        total.push(counts(logits, labels, cross_entropy(logits, labels, reduction="sum")))
+    loss, top1, top5 = total.all_reduce(cluster, by_tree=True).tolist()
+    found = {"top1": top1, "top5": top5, "loss": loss}
+    return {name: value / images for name, value in found.items()}

@@ -1,0 +1,114 @@
+"""The control vector: the few numbers of a step that are summed over workers behind its gradients.
+
+Its layout is named here and nowhere else: what a micro-batch puts in, what a worker puts in, what
+the device reads of the sum, and what the host reads of it a step later.
+
+    0  squares     squared norms of the micro-batches' gradients   put in by each micro-batch
+    1  stop        workers that were asked to stop                 by each worker
+    2  batch       the batch proposed for the steps to come        by the first worker
+    3  loss        sum over images                                 by each micro-batch
+    4  top1, 5 top5   images whose label is the best, among the five best
+    6  statistics  batch norm's means and variances, to the end
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megabatch.batch import Step
+
+SQUARES, STOP, BATCH, LOSS, TOP1, TOP5, STATISTICS = range(7)
+COUNTS = STATISTICS - LOSS
+
+
+def length(statistics: int) -> int:
+    """Of the vector of a net whose batch norm has so many statistics."""
+    return STATISTICS + statistics
+
+
+def counts(logits: Tensor, labels: Tensor, loss: Tensor) -> Tensor:
+    """Loss, top-1 and top-5 of some images, in the vector's order; `loss` is their sum."""
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+    return torch.stack([loss, best[:, 0].sum().to(loss), best.sum().to(loss)])
+
+
+def pack_micro_batch(row: Tensor, squares: Tensor, counts: Tensor, statistics: Tensor) -> None:
+    """Fill a row with what one micro-batch contributes."""
+    row[SQUARES] = squares
+    row[STOP:LOSS] = 0.0
+    row[LOSS:STATISTICS] = counts
+    row[STATISTICS:] = statistics
+
+
+def pack_worker(row: Tensor, stop: bool, batch: int) -> None:
+    """Fill a row with what one worker contributes, whether it was dealt micro-batches or not."""
+    row.zero_()
+    row[STOP] = float(stop)
+    row[BATCH] = batch
+
+
+@dataclass(frozen=True)
+class Control:
+    """The sum over all micro-batches and workers, on the device."""
+
+    vector: Tensor
+
+    @property
+    def good(self) -> Tensor:
+        """Whether the step counts, a boolean: every gradient in it is finite."""
+        return torch.isfinite(self.vector[SQUARES])
+
+    @property
+    def statistics(self) -> Tensor:
+        return self.vector[STATISTICS:]
+
+    def for_host(self, gradient_square: Tensor, loss_scale: Tensor, good: Tensor) -> Tensor:
+        """What the host wants to know of the step, as StepNumbers.unpack reads it."""
+        rest = [number.to(self.vector) for number in (gradient_square, loss_scale, good)]
+        return torch.cat([self.vector[:STATISTICS], torch.stack(rest)])
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What the host learns of a step, one step later. Sums of squares are without the loss
+    scale."""
+
+    step: Step
+    squares: float
+    """of the micro-batches' gradients, each divided by their number"""
+    stop: bool
+    batch: int
+    """that the first worker proposes for the steps to come; 0: none"""
+    loss: float
+    top1: float
+    top5: float
+    gradient_square: float
+    """squared norm of the whole gradient"""
+    loss_scale: float
+    skipped: bool
+
+    @staticmethod
+    def unpack(step: Step, numbers: list[float]) -> StepNumbers:
+        """From the numbers of Control.for_host."""
+        squares, stop, batch, loss, top1, top5, gradient_square, scale, good = numbers
+        images = step.batch
+        return StepNumbers(
+            step,
+            squares / scale**2,
+            stop > 0,
+            int(batch),
+            loss / images,
+            top1 / images,
+            top5 / images,
+            gradient_square,
+            scale,
+            good == 0,
+        )
+
+
+def without_stop(numbers: list[float]) -> list[float]:
+    """The host's numbers of a step as a resumed run takes them: it does not want to stop."""
+    return [*numbers[:STOP], 0.0, *numbers[STOP + 1 :]]

@@ -1,0 +1,313 @@
+"""What a run leaves behind: the caller's module, theirs again, and nothing else."""
+
+import contextlib
+import copy
+import gc
+import os
+import pickle
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import CONFIG, WithDropout
+from torch import nn
+
+import megabatch as mb
+from megabatch.cluster import Cluster
+from megabatch.errors import UserError
+from megabatch.launch import run_local
+from megabatch.sync.buckets import GradientSum
+
+SHORT = replace(
+    CONFIG,
+    epochs=0.2,
+    stages=(),
+    lr=replace(CONFIG.lr, warmup=0),
+    save_every=0.1,
+    deterministic=True,
+)
+
+
+class Refuses(Exception):
+    pass
+
+
+class Failing(WithDropout):
+    """Raises `error` in the pass of training with that number."""
+
+    def __init__(self, at, error=Refuses):
+        super().__init__()
+        self.at, self.error, self.passes = at, error, 0
+
+    def forward(self, x):
+        self.passes += self.training
+        if self.training and self.passes == self.at:
+            raise self.error
+        return super().forward(x)
+
+
+def net_of(kind=WithDropout, *arguments):
+    torch.manual_seed(5)
+    return kind(*arguments)
+
+
+def is_theirs_again(net):
+    """Their own layers, modes and autograd, as in a module that no run has touched."""
+    assert net.training and all(module.training for module in net.modules())
+    assert type(net.body[1]) is nn.BatchNorm2d and type(net.head[1]) is nn.Dropout
+    assert all(p.grad is None for p in net.parameters())
+    untouched = net_of()
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    untouched.load_state_dict(net.state_dict())
+    images, labels = torch.randn(6, 1, 8, 8), torch.arange(6)
+    for module in (net, untouched):
+        module.at = None
+        torch.manual_seed(3)
+        nn.functional.cross_entropy(module(images), labels).backward()
+    for (name, p), q in zip(net.named_parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+    for (name, b), c in zip(net.named_buffers(), untouched.buffers(), strict=True):
+        assert torch.equal(b, c), name
+    net.zero_grad()
+
+
+SETTINGS = {
+    "plain": {},
+    "half weights": {"precision": "fp16", "half_weights": True},
+    "average": {"ema": 0.9},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_net_is_its_owners_again_and_trains_again(setting):
+    config = replace(SHORT, **SETTINGS[setting])
+    net = net_of()
+    before = copy.deepcopy(net)
+    parameters = list(net.parameters())  # an optimizer of theirs may hold these
+    first = mb.train(config, model=net, quiet=True)
+    assert all(p is q for p, q in zip(net.parameters(), parameters, strict=True))
+    copy.deepcopy(net), pickle.dumps(net)
+    assert not torch.equal(net.head[2].weight, before.head[2].weight)
+    assert not torch.equal(net.body[1].running_mean, before.body[1].running_mean)
+    is_theirs_again(net)
+    # From the same weights the second run is the first, and another config may follow.
+    net.load_state_dict(before.state_dict())
+    again = mb.train(config, model=net, quiet=True)
+    assert again.weights_sha256 == first.weights_sha256
+    mb.train(replace(SHORT, batch=32, span=16, bucket_mb=0.001), model=net, quiet=True)
+    is_theirs_again(net)
+
+
+@pytest.mark.parametrize("error", [Refuses, KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("at", [1, 2, 8])
+def test_after_a_failure_too(error, at):
+    net = net_of(Failing, at, error)
+    for _ in range(2):
+        with pytest.raises(error):
+            mb.train(SHORT, model=net, quiet=True)
+        is_theirs_again(net)
+        net.at, net.passes = at, 0
+    net.at = None
+    assert mb.train(SHORT, model=net, quiet=True).ended == "finished"
+
+
+def test_ctrl_c_ends_a_run_in_order_and_the_net_is_theirs(tmp_path):
+    class Interrupted(WithDropout):
+        def forward(self, x):
+            if self.training:
+                signal.raise_signal(signal.SIGINT)
+            return super().forward(x)
+
+    handler = signal.getsignal(signal.SIGINT)
+    net = net_of(Interrupted)
+    summary = mb.train(SHORT, model=net, out=tmp_path / "run", quiet=True)
+    assert (summary.ended, summary.steps) == ("stopped", 2)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert type(net.body[1]) is nn.BatchNorm2d
+
+
+def test_a_frozen_backbone_stays_and_the_head_trains():
+    net = net_of()
+    for p in net.body.parameters():
+        p.requires_grad = False
+    before = copy.deepcopy(net)
+    mb.train(SHORT, model=net, quiet=True)
+    for p, q in zip(net.body.parameters(), before.body.parameters(), strict=True):
+        assert torch.equal(p, q) and not p.requires_grad
+    assert not torch.equal(net.head[2].weight, before.head[2].weight)
+    for p in net.parameters():
+        p.requires_grad = False
+    with pytest.raises(UserError, match="no parameter that trains"):
+        mb.train(SHORT, model=net, quiet=True)
+
+
+def test_the_callers_randomness_and_threads_are_left_alone():
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    threads = torch.get_num_threads()
+    mb.train(SHORT, quiet=True)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == threads
+
+
+def test_evaluate_needs_no_engine_and_gives_the_net_back(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    summary = mb.train(replace(SHORT, ema=0.5), model=net_of(), out=out, quiet=True)
+
+    def refused(*_, **__):
+        raise AssertionError("an evaluation trains nothing")
+
+    for name in ("assemble", "train_step"):
+        monkeypatch.setattr(f"megabatch.training.{name}", refused)
+    net = net_of()
+    assert mb.evaluate(out, model=net)["loss"] == summary.loss
+    is_theirs_again(net)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("digits",), r"config is 'digits', not a Config: .*recipes\.digits\(\)"),
+        ((None,), "config is None, not a Config"),
+        ((SHORT, WithDropout), "model is the class WithDropout, not a module"),
+        ((SHORT, "resnet50"), r"model is 'resnet50', not a torch\.nn\.Module"),
+        ((SHORT, nn.DataParallel(WithDropout())), r"sums gradients .* itself: .*model\.module"),
+        ((SHORT, lambda x: x), r"not a torch\.nn\.Module"),
+        ((SHORT, None, iter([1])), "has no length or no items"),
+        ((SHORT, None, (7, 8)), "data is 7, which has no length"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_a_sentence(arguments, words):
+    with pytest.raises(UserError, match=words) as refused:
+        mb.train(*arguments)
+    assert "\n" not in str(refused.value)
+
+
+class Answers(WithDropout):
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, x):
+        return self.answer(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda logits: (logits, logits), "gives a tuple for 16 images"),
+        (lambda logits: {"logits": logits}, "gives a dict for 16 images"),
+        (lambda logits: logits.argmax(1), r"gives \(16,\) for 16 images"),
+        (lambda logits: logits[:8], r"gives \(8, 10\) for 16 images"),
+    ],
+)
+def test_a_net_that_gives_no_logits_is_named(answer, words):
+    with pytest.raises(UserError, match=words):
+        mb.train(SHORT, model=Answers(answer), quiet=True)
+
+
+@torch.no_grad()
+def test_a_caller_who_has_turned_gradients_off_can_train():
+    net = net_of()
+    before = net.head[2].weight.clone()
+    mb.train(SHORT, model=net, quiet=True)
+    assert not torch.equal(net.head[2].weight, before)
+    assert not torch.is_grad_enabled()
+
+
+# --- nothing is left --------------------------------------------------------------------------
+
+
+def left():
+    """Threads, child processes, open files, shared memory and tensors of this process."""
+    gc.collect()
+    children = [Path(f"/proc/self/task/{task}/children") for task in os.listdir("/proc/self/task")]
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "children": sorted(pid for path in children for pid in path.read_text().split()),
+        "files": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in _descriptors()),
+        "shared memory": sorted(line.split()[-1] for line in mapped if "/dev/shm" in line),
+        "tensors": sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects()),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+    }
+
+
+def _descriptors():
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            os.readlink(f"/proc/self/fd/{fd}")
+            yield fd
+
+
+def runs(folder, plan):
+    """What ten runs, and then ten that fail, leave on this worker beyond the first of each."""
+    cluster = Cluster.from_env()
+    config = replace(
+        SHORT, deterministic=plan == "tree", plan="backend" if plan == "tree" else plan
+    )
+    images = [(torch.full((1, 8, 8), float(i % 7)), i % 10) for i in range(400)]
+
+    def one(number, fails):
+        net = net_of(Failing, 2 if fails else None)
+        data = images if number % 2 else None
+        out = folder / f"{fails}-{number}"
+        try:
+            mb.train(config, net, data, cluster=cluster, out=out, quiet=True)
+            assert not fails
+        except Refuses:
+            assert fails
+
+    found = []
+    for fails in (False, True):
+        for number in range(2):  # torch and the process group open some things once
+            one(number, fails)
+        before = left()
+        for number in range(2, 12):
+            one(number, fails)
+        found.append((before, left()))
+    return found
+
+
+def test_ten_runs_in_one_process_leave_nothing(tmp_path):
+    for before, after in runs(tmp_path, "tree"):
+        assert after == before
+
+
+def runs_on_workers(folder, plan):
+    torch.set_num_threads(1)
+    return [
+        {name: (before[name], after[name]) for name in before if name != "signals"}
+        for before, after in runs(folder / os.environ["RANK"], plan)
+    ]
+
+
+@pytest.mark.parametrize("plan", ["tree", "backend"])
+def test_ten_runs_on_two_workers_leave_nothing(tmp_path, plan):
+    for found in run_local(2, runs_on_workers, tmp_path, plan):
+        for name, (before, after) in found.items():
+            assert after == before, name
+
+
+def test_an_engine_lets_go_at_any_moment():
+    """Before a step, in its middle, after it, and again."""
+    for moment in range(4):
+        net = nn.Linear(3, 2)
+        alone = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
+        with GradientSum(net, alone, tree=True) as engine:
+            if moment > 0:
+                engine.begin(2)
+            if moment > 1:
+                engine.backward(net(torch.ones(1, 3)).sum(), torch.zeros(3))
+            if moment > 2:
+                engine.backward(net(torch.ones(1, 3)).sum(), torch.zeros(3))
+                engine.finish()
+                assert net.weight.grad is not None
+        engine.close()
+        assert net.weight.grad is None
+        net(torch.ones(1, 3)).sum().backward()
+        assert torch.equal(net.weight.grad, torch.ones(2, 3))
