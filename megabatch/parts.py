@@ -15,7 +15,7 @@ from megabatch.config import Config
 from megabatch.ema import WeightAverage
 from megabatch.finetune import load_initial
 from megabatch.keyed import key_dropout
-from megabatch.optim import LAMB, LARS, parameter_groups
+from megabatch.optim import Layerwise, build, parameter_groups
 from megabatch.precision import LossScale, Masters, full_dtype
 from megabatch.sync.buckets import GradientSum
 
@@ -28,7 +28,7 @@ COUNTS = 3
 class Parts:
     net: nn.Module
     masters: Masters
-    optimizer: LARS | LAMB
+    optimizer: Layerwise
     engine: GradientSum
     scale: LossScale
     average: WeightAverage
@@ -83,21 +83,7 @@ def assemble(
     groups = parameter_groups(net, settings.weight_decay, share=settings.unadapted_rate)
     masters = Masters(net, config)
     groups = masters.groups(groups)
-    optimizer: LARS | LAMB
-    if settings.name == "lamb":
-        optimizer = LAMB(groups, lr=0.0, betas=(settings.momentum, 0.999), eps=settings.eps or 1e-6)
-    else:
-        optimizer = LARS(
-            groups,
-            lr=0.0,
-            momentum=settings.momentum,
-            trust=settings.trust,
-            eps=settings.eps,
-            nesterov=settings.nesterov,
-            form=settings.form,
-            momentum_correction=settings.momentum_correction,
-            policy=settings.policy,
-        )
+    optimizer = build(settings, groups)
     engine = GradientSum(
         net,
         cluster,
