@@ -13,7 +13,7 @@ from megabatch.optim.layerwise import (
     Layerwise,
     Tensors,
     adaptation,
-    fading,
+    gated,
     norms,
     rate_of,
     real,
@@ -147,7 +147,10 @@ def _tick(
         taken = [state["step"] for state in states]
         return [1 - beta1**count for count in taken], [1 - beta2**count for count in taken]
     clocks = [state["step"] for state in states]
-    torch._foreach_add_(clocks, 1.0 if good is None else good.to(clocks[0].dtype))
+    if good is None:
+        torch._foreach_add_(clocks, 1.0)
+    else:
+        torch._foreach_add_(clocks, [good.to(clocks[0].dtype)] * len(clocks))
     # float64, because 1 - 0.999 has four digits in float32. A clock that stands at 0 is gated.
     counts = torch.stack(clocks).double().clamp(min=1)
     return (1 - beta1**counts).unbind(), (1 - beta2**counts).unbind()
@@ -165,9 +168,9 @@ def _adam_steps(
     beta1, beta2 = group["betas"]
     direction = -1.0 if group["maximize"] else 1.0
     # Through a closed gate the gradients are 0: the moments stay if they do not decay either.
-    torch._foreach_mul_(means, fading(beta1, good, means[0]))
+    torch._foreach_mul_(means, gated(beta1, good, means[0], closed=1.0))
     torch._foreach_add_(means, gradients, alpha=direction * (1 - beta1))
-    torch._foreach_mul_(squares, fading(beta2, good, squares[0]))
+    torch._foreach_mul_(squares, gated(beta2, good, squares[0], closed=1.0))
     torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
 
     steps: Tensors = torch._foreach_div(means, corrections[0])

@@ -125,7 +125,7 @@ class LARS(Layerwise):
                 real([self._buffer(p) for p in part]) if settings.momentum else [],
                 settings.on(part[0].device),
                 None if good is None else good.to(part[0].device),
-                [(i, copies[p]) for i, p in enumerate(part) if p in copies],
+                [(i, copies[p]) for i, p in enumerate(part) if p in copies] if copies else [],
             )
             self._note(part, seen)
 

@@ -11,7 +11,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megabatch.optim.layerwise import Adaptation, Number, Tensors, adaptation, fading, norms
+from megabatch.optim.layerwise import (
+    Adaptation,
+    Number,
+    Tensors,
+    adaptation,
+    gated,
+    norms,
+    unrounded,
+)
 
 
 class Settings(NamedTuple):
@@ -79,7 +87,6 @@ def update(
     rate, momentum = settings.rate, settings.momentum
     # The forms differ in nothing but the side of the momentum buffer on which the rate stands.
     inside, outside = (rate, 1.0) if settings.form == "paper" else (1.0, rate)
-    gate = None if good is None else good.to(weights[0].dtype)
 
     updates: Tensors = gradients
     if settings.maximize:
@@ -92,23 +99,20 @@ def update(
         # The gate goes along in the vector of ratios, which costs no pass over the weights.
         scales = inside * seen.ratio if good is None else inside * seen.ratio * good
         updates = _scaled(updates, scales.unbind(), keep=gradients)
-    else:
-        if settings.form == "paper":
-            updates = _scaled(updates, inside, keep=gradients)
-        if gate is not None:
-            updates = _scaled(updates, gate, keep=gradients)
+    elif settings.form == "paper" or good is not None:
+        updates = _scaled(updates, gated(inside, good, weights[0], closed=0.0), keep=gradients)
 
     if momentum != 0:
         if isinstance(settings.correction, Tensor) or settings.correction != 1:
-            torch._foreach_mul_(buffers, settings.correction)
-        torch._foreach_mul_(buffers, fading(momentum, good, buffers[0]))
+            torch._foreach_mul_(buffers, unrounded(settings.correction, buffers[0]))
+        torch._foreach_mul_(buffers, gated(momentum, good, buffers[0], closed=1.0))
         torch._foreach_add_(buffers, updates)
         if settings.nesterov:
             updates = torch._foreach_add(updates, buffers, alpha=momentum)
         else:
             updates = buffers
-        if gate is not None:
-            updates = _scaled(updates, gate, keep=buffers)
+        if good is not None:  # the buffers still hold earlier steps
+            updates = _scaled(updates, good.to(buffers[0].dtype), keep=buffers)
     if isinstance(outside, Tensor):
         torch._foreach_sub_(weights, torch._foreach_mul(updates, outside))
     else:

@@ -167,7 +167,9 @@ def together(group: Group, weights: list[Tensor]) -> list[list[Tensor]]:
 
 def real(tensors: list[Tensor]) -> list[Tensor]:
     """Complex tensors as their real and imaginary parts, as torch's optimisers see them."""
-    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    if not tensors[0].is_complex():
+        return tensors
+    return [torch.view_as_real(t) for t in tensors]
 
 
 def adaptation(ratios: Tensor, weight_norms: Tensor, gradient_norms: Tensor) -> Adaptation:
@@ -185,10 +187,20 @@ def norms(*lists: Tensors) -> tuple[Tensor, ...]:
     return torch.split(vector, [len(tensors) for tensors in lists])
 
 
-def fading(factor: float, good: Tensor | None, like: Tensor) -> Number:
-    """A factor of buffers: 1 where the step does not count."""
-    if good is None:
+def unrounded(factor: Number, like: Tensor) -> Number:
+    """A factor for foreach, which on a CPU would round a Python number to half before it uses it;
+    torch's optimisers, one by one, do not."""
+    if isinstance(factor, Tensor) or not like.is_cpu or like.dtype.itemsize >= 4:
         return factor
-    # Half buffers too are multiplied by a factor that was not rounded to half.
-    exact = torch.promote_types(like.dtype, torch.float32)
-    return torch.where(good, torch.full((), factor, dtype=exact, device=like.device), 1.0)
+    return torch.tensor(factor)
+
+
+def gated(factor: Number, good: Tensor | None, like: Tensor, closed: float) -> Number:
+    """A factor of tensors such as this one; `closed` where the step does not count."""
+    if good is None:
+        return unrounded(factor, like)
+    if not isinstance(factor, Tensor):
+        # Of half tensors too the factor is not rounded to half. On the host, as torch takes a
+        # number beside a tensor of any device: one launch, no copy.
+        factor = torch.tensor(factor, dtype=torch.promote_types(like.dtype, torch.float32))
+    return torch.where(good, factor, closed)
