@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from megabatch import optim
 from megabatch.errors import UserError
-from megabatch.optim import LAMB, LARS, parameter_groups
+from megabatch.optim import LAMB, LARS, lars, lars_step, parameter_groups
 
 MAKERS = {
     "paper": lambda p, lr=0.1, **o: LARS(p, lr, weight_decay=0.01, **o),
@@ -198,6 +198,29 @@ def test_fused_where_it_cannot_run_is_refused_at_the_step():
         optimizer.step()
     assert_same(weights, weights_of())
     run(LARS(weights, 0.1, fused=False), weights)
+
+
+def test_the_kernel_is_taken_where_it_can_run_and_nothing_else_was_asked(monkeypatch):
+    calls = []
+
+    def fused(*arguments):
+        calls.append(arguments)
+        return lars_step.update(*arguments)
+
+    monkeypatch.setattr(lars, "kernel", lambda: fused)
+    ours, theirs = weights_of(), weights_of()
+    run(LARS(theirs, 0.1), theirs)
+    assert not calls  # these lie on a CPU
+    monkeypatch.setattr(lars, "fusable", lambda weights: True)
+    for options in ({"fused": False}, {"foreach": True}, {"foreach": False}):
+        unfused = weights_of()
+        assert_same(run(LARS(unfused, 0.1, **options), unfused), theirs)
+    assert not calls
+    optimizer = LARS(ours, 0.1)
+    run(optimizer, ours)
+    assert_same(ours, theirs)
+    assert len(calls) == 3 and all(len(weights) == len(ours) for weights, *_ in calls)
+    assert set(optimizer.ratios) == set(ours)
 
 
 @every_optimizer
@@ -428,8 +451,6 @@ SCHEDULES = {
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 def test_torchs_schedulers_set_the_rate(make, schedule):
     plain, tensor = weights_of(dtype=torch.float64), weights_of(dtype=torch.float64)
-    if schedule is SCHEDULES["one cycle"] and make is MAKERS["still"]:
-        pytest.skip("a cycle of momentum needs momentum")
     rates, momenta = set(), set()
     for weights, lr in ((plain, 0.1), (tensor, torch.tensor(0.1, dtype=torch.float64))):
         optimizer = make(weights, lr)

@@ -101,9 +101,10 @@ class LAMB(Layerwise):
             if group["adapt"]:
                 weight_norms, step_norms = norms(values, steps)
                 seen = adaptation(weight_norms / step_norms, weight_norms, step_norms)
-                torch._foreach_mul_(steps, seen.ratio.unbind())
+                scales = seen.ratio if gate is None else seen.ratio * gate
+                torch._foreach_mul_(steps, scales.unbind())
                 self._note(part, seen)
-            if gate is not None:
+            elif gate is not None:
                 torch._foreach_mul_(steps, gate.to(values[0].dtype))
             rate = rate_of(group)
             if isinstance(rate, Tensor):

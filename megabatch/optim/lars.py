@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megabatch.optim.groups import Group
 from megabatch.optim.lars_step import Settings, Update, update
@@ -182,17 +182,20 @@ def kernel() -> Update | None:
     return found
 
 
+def fusable(weights: list[Tensor]) -> bool:
+    """Whether a kernel may take these: plain tensors on CUDA. A shard, say, would lose its norm."""
+    on_cuda = weights[0].device.type == "cuda" and weights[0].is_floating_point()
+    return on_cuda and all(type(weight) in (Tensor, nn.Parameter) for weight in weights)
+
+
 def _implementation(group: Group, weights: list[Tensor]) -> Update:
-    fused, sample = group["fused"], weights[0]
-    if fused is False or (fused is None and group["foreach"] is not None):
-        return update
-    if torch.compiler.is_compiling():
-        return update  # the compiler fuses it
-    suits = sample.device.type == "cuda" and sample.is_floating_point()
-    found = kernel() if suits else None
+    fused = group["fused"]
+    if fused is None and (group["foreach"] is not None or torch.compiler.is_compiling()):
+        fused = False  # the compiler fuses the plain one
+    found = None if fused is False or not fusable(weights) else kernel()
     if fused and found is None:
         raise ValueError(
-            f"fused=True needs weights of floating point on a CUDA device, and Triton: these are "
-            f"{sample.dtype} on {sample.device}; leave it at None."
+            f"fused=True needs plain weights of floating point on a CUDA device, and Triton: these "
+            f"are {weights[0].dtype} on {weights[0].device}; leave it at None."
         )
     return found or update
