@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,12 @@ from torch import Tensor, nn
 from megabatch import models
 from megabatch.batchnorm import MovingAverages, use_spans
 from megabatch.cluster import Cluster
-from megabatch.config import Config, OptimizerConfig
+from megabatch.config import Config
 from megabatch.ema import WeightAverage
 from megabatch.errors import UserError
 from megabatch.finetune import load_initial
 from megabatch.keyed import key_dropout
-from megabatch.optim import LAMB, LARS, parameter_groups
+from megabatch.optim import Layerwise, build, parameter_groups
 from megabatch.precision import LossScale, Masters, full_dtype
 from megabatch.sync.buckets import GradientSum
 
@@ -36,7 +35,7 @@ class Parts:
     own: bool
     """a module of the caller's, which may draw from torch's generator"""
     masters: Masters
-    optimizer: LARS | LAMB
+    optimizer: Layerwise
     engine: GradientSum
     scale: LossScale
     moving: MovingAverages
@@ -121,7 +120,7 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
     with contextlib.ExitStack() as failing:
         masters = Masters(net, config)
         failing.callback(masters.close)
-        optimizer = _optimizer(settings, masters.groups(groups))
+        optimizer = build(settings, masters.groups(groups))
         scale = LossScale(config, cluster.device)
         moving = MovingAverages(net)
         average = WeightAverage(net, config, masters)
@@ -149,21 +148,4 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
         scale=scale,
         moving=moving,
         average=average,
-    )
-
-
-def _optimizer(settings: OptimizerConfig, groups: list[dict[str, Any]]) -> LARS | LAMB:
-    """At rate 0: each step sets its own."""
-    if settings.name == "lamb":
-        return LAMB(groups, lr=0.0, betas=(settings.momentum, 0.999), eps=settings.eps or 1e-6)
-    return LARS(
-        groups,
-        lr=0.0,
-        momentum=settings.momentum,
-        trust=settings.trust,
-        eps=settings.eps,
-        nesterov=settings.nesterov,
-        form=settings.form,
-        momentum_correction=settings.momentum_correction,
-        policy=settings.policy,
     )

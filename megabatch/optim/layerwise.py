@@ -1,0 +1,206 @@
+"""What layer-wise optimisers share: torch's own options, the step around an update, what is loaded.
+
+An optimiser is a subclass with `defaults`, a `_check` of them, and `_update`, which takes a group's
+weights through one step and notes the ratios.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megabatch.optim.groups import Group
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+Number = float | Tensor
+"""a float, or a 0-dim tensor on the device, which the host never reads"""
+
+
+class Adaptation(NamedTuple):
+    """What one weight saw in the last step, or what a list of weights did: float64, on the device.
+
+    0-dim tensors for one weight, vectors in the weights' order for a list.
+    """
+
+    ratio: Tensor
+    weight_norm: Tensor
+    gradient_norm: Tensor  # in LAMB, the norm of Adam's step
+
+
+class Layerwise(torch.optim.Optimizer):
+    """An optimiser whose groups may set `adapt` (False: ratio 1) and `share` (of the rate).
+
+    maximize, foreach, capturable, fused: as torch's optimisers have them. `foreach=False` takes the
+    weights one by one, which needs less memory; the default takes them together, on any device.
+    `capturable` keeps what changes from step to step on the device, for CUDA graphs and
+    torch.compile: give `lr` as a tensor there. A tensor lr is otherwise read by the host.
+    """
+
+    GROUP: ClassVar[Group] = {"adapt": True, "share": 1.0}
+    """what a group has beside the settings of the constructor"""
+    STATE: ClassVar[tuple[str, ...]] = ()
+    """what `state` holds of each weight"""
+
+    def __init__(self, params: Iterable[Any], defaults: Group) -> None:
+        self._record: list[tuple[list[Tensor], Adaptation]] = []
+        super().__init__(params, {**defaults, **self.GROUP})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch has it: settings that an older or another optimiser did not write are ours.
+
+        A group keeps its own, `adapt` above all; nothing is taken over if something is refused.
+        """
+        arguments = inspect.signature(type(self).__init__).parameters.values()
+        optional = {each.name: each.default for each in arguments if each.default is not each.empty}
+        before = vars(self)
+        defaults = {**optional, **self.GROUP, **{**before, **state}["defaults"]}
+        present = before.get("param_groups") or [{} for _ in state["param_groups"]]
+        for group, own in zip(state["param_groups"], present, strict=True):
+            for name, value in defaults.items():
+                group.setdefault(name, own.get(name, value))
+            self._check(group)
+        for held in state["state"].values():
+            if held and not set(self.STATE) <= set(held):
+                raise ValueError(
+                    f"this is not the state of {type(self).__name__}, which keeps "
+                    f"{' and '.join(self.STATE)} of each weight: it has {', '.join(held)}."
+                )
+        super().__setstate__({**state, "defaults": defaults})
+        self._record = []
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; it may set any setting of its own, `adapt` and `share` among them."""
+        if isinstance(param_group, dict):  # torch says what else is wrong
+            self._check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        good: Tensor | None = None,
+        copies: Mapping[Tensor, Tensor] | None = None,
+    ) -> float | None:
+        """Update the weights that have a gradient; the host never waits for the device.
+
+        `good`, a boolean on the device, says whether the step counts: where it is false weights and
+        buffers stay as they were. Gradients must be finite then too: set them to 0. `copies` maps
+        weights to tensors that hold them in another precision; they are written with the weight.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._record = []
+        work = [
+            (group, [p for p in group["params"] if p.grad is not None])
+            for group in self.param_groups
+        ]
+        if any(p.grad.layout != torch.strided for _, weights in work for p in weights):
+            raise ValueError(f"{type(self).__name__} needs dense gradients, got a sparse one.")
+        for group, weights in work:
+            if weights:
+                self._update(group, weights, good, copies or {})
+        return loss
+
+    @property
+    def ratios(self) -> dict[Tensor, Adaptation]:
+        """The last step's ratio and norms of each adapted weight; reading a value synchronises."""
+        return {
+            weight: Adaptation(*values)
+            for weights, vectors in self._record
+            for weight, *values in zip(weights, *vectors, strict=True)
+        }
+
+    def _check(self, group: Group) -> None:
+        mine = type(self).__name__
+        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+            raise ValueError(f"a tensor lr must have one element, got {group['lr'].numel()}.")
+        for name in ("lr", "weight_decay", "eps", "share"):
+            if not group[name] >= 0:  # so that nan is refused too
+                raise ValueError(f"{name} must not be negative, got {group[name]}.")
+        if group["differentiable"]:
+            raise ValueError(f"differentiable is not offered: {mine} changes weights in place.")
+        if group["fused"] and group["foreach"]:
+            raise ValueError("fused and foreach are two ways of one step: ask for one of them.")
+
+    def _update(
+        self,
+        group: Group,
+        weights: list[Tensor],
+        good: Tensor | None,
+        copies: Mapping[Tensor, Tensor],
+    ) -> None:
+        """Take these weights of a group, which all have a gradient, through one step."""
+        raise NotImplementedError
+
+    def _note(self, weights: list[Tensor], seen: Adaptation | None) -> None:
+        """Keep the ratios for whoever logs."""
+        if seen is not None:
+            self._record.append((weights, seen))
+
+
+def rate_of(group: Group) -> Number:
+    """The group's share of lr: read by the host, as torch does, unless it must not be."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        on_device = group["capturable"] or torch.compiler.is_compiling()
+        lr = lr.reshape(()) if on_device else lr.item()
+    rate: Number = lr * group["share"]
+    return rate
+
+
+def together(group: Group, weights: list[Tensor]) -> list[list[Tensor]]:
+    """Weights that one call may take together: of one device and dtype."""
+    if group["foreach"] is False and not group["fused"]:
+        return [[weight] for weight in weights]
+    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for weight in weights:
+        lists.setdefault((weight.device, weight.dtype), []).append(weight)
+    return list(lists.values())
+
+
+def real(tensors: list[Tensor]) -> list[Tensor]:
+    """Complex tensors as their real and imaginary parts, as torch's optimisers see them."""
+    if not tensors[0].is_complex():
+        return tensors
+    return [torch.view_as_real(t) for t in tensors]
+
+
+def adaptation(ratios: Tensor, weight_norms: Tensor, gradient_norms: Tensor) -> Adaptation:
+    """The ratios, 1 where either norm is 0."""
+    both = torch.minimum(weight_norms, gradient_norms) > 0
+    return Adaptation(torch.where(both, ratios, 1.0), weight_norms, gradient_norms)
+
+
+def norms(*lists: Tensors) -> tuple[Tensor, ...]:
+    """The 2-norms of each list's tensors, a vector on the device for each list, by one call."""
+    # float64 for every dtype. Summed in float32 on a CPU, the norm of 19 million values is off by
+    # 8e-4, and gradients below 1e-23 have norm 0; in float16 a norm above 65504 is infinite.
+    every = [tensor for tensors in lists for tensor in tensors]
+    vector = torch.stack(torch._foreach_norm(every, 2, dtype=torch.float64))
+    return torch.split(vector, [len(tensors) for tensors in lists])
+
+
+def unrounded(factor: Number, like: Tensor) -> Number:
+    """A factor for foreach, which on a CPU would round a Python number to half before it uses it;
+    torch's optimisers, one by one, do not."""
+    if isinstance(factor, Tensor) or not like.is_cpu or like.dtype.itemsize >= 4:
+        return factor
+    return torch.tensor(factor)
+
+
+def gated(factor: Number, good: Tensor | None, like: Tensor, closed: float) -> Number:
+    """A factor of tensors such as this one; `closed` where the step does not count."""
+    if good is None:
+        return unrounded(factor, like)
+    if not isinstance(factor, Tensor):
+        # Of half tensors too the factor is not rounded to half. On the host, as torch takes a
+        # number beside a tensor of any device: one launch, no copy.
+        factor = torch.tensor(factor, dtype=torch.promote_types(like.dtype, torch.float32))
+    return torch.where(good, factor, closed)
