@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.cluster import Cluster, _grid, _place, under_launcher
+from megabatch.cluster import Cluster, grid_of, place_by, under_launcher
 from megabatch.errors import UserError
 from megabatch.launch import WorkerFailed, run_local
 
@@ -93,14 +93,14 @@ PLACES = {
 
 @pytest.mark.parametrize(("environ", "place"), PLACES.values(), ids=PLACES.keys())
 def test_each_launcher_says_who_a_worker_is(environ, place):
-    found = _place(environ)
+    found = place_by(environ)
     assert (found.rank, found.world, found.local_rank, found.local_world) == place
     assert under_launcher(environ)
 
 
 @pytest.mark.parametrize("environ", [{}, BATCH_SCRIPT, {"RANK": "3"}], ids=["", "batch", "rank"])
 def test_without_a_launcher_a_process_is_alone(environ):
-    found = _place(environ)
+    found = place_by(environ)
     assert (found.rank, found.world, found.local_rank, found.local_world) == (0, 1, 0, 1)
     assert not under_launcher(environ)
 
@@ -110,9 +110,9 @@ def test_without_a_launcher_a_process_is_alone(environ):
 def test_slurms_count_of_tasks_by_node(tasks):
     runs = [(count, len(list(run))) for count, run in groupby(tasks)]
     written = ",".join(f"{count}(x{n})" if n > 1 else f"{count}" for count, n in runs)
-    place = _place(srun(0, sum(tasks), 0, written))
+    place = place_by(srun(0, sum(tasks), 0, written))
     assert place.local_world == tasks[0]
-    y, x = _grid(place, None)
+    y, x = grid_of(place, None)
     assert y * x == sum(tasks)
     if len(set(tasks)) == 1:
         assert (y, x) == (len(tasks), tasks[0])
@@ -129,12 +129,12 @@ def test_slurms_count_of_tasks_by_node(tasks):
 )
 def test_variables_that_make_no_sense_are_named(environ, sentence):
     with pytest.raises(UserError, match=sentence):
-        _place(environ)
+        place_by(environ)
 
 
 @pytest.mark.parametrize("grid", [(1, 6), (2, 3), (3, 2), (6, 1)])
 def test_a_grid_that_holds_the_workers_is_taken(grid):
-    assert _grid(_place(torchrun(0, 6, 0, 6)), grid) == grid
+    assert grid_of(place_by(torchrun(0, 6, 0, 6)), grid) == grid
 
 
 @pytest.mark.parametrize("grid", [(1, 5), (2, 4), (6, 0), (-2, -3)])
