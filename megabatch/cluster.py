@@ -230,37 +230,51 @@ def grid_of(place: Place, asked: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _place_in(group: Any, environ: Mapping[str, str], seconds: float) -> Place:
-    """Who a worker is in a process group; its host's workers by the variables, if they are of this
-    group, else by what each worker says its host is."""
+    """Who a worker is in a process group; its host's workers by the variables, if all workers have
+    them as this group has, else by what each worker says its host is."""
     import torch.distributed as dist
 
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise UserError("this worker is not in the group: only members make a cluster of it")
     names = launcher_of(environ)
-    by_name = place_by(environ) if names else None
-    if by_name and (by_name.rank, by_name.world) == (rank, world) and len(names) == 4:
-        return by_name
-    # Slurm's and MPI's variables may be those of a job inside which these workers were started;
-    # these two are read by torch itself.
-    if by_name and (by_name.rank, by_name.world) != (rank, world) and names[0] == "RANK":
+    by_name = place_by(environ) if names else Place(rank, world, rank, world)
+    fits = len(names) == 4 and (by_name.rank, by_name.world) == (rank, world)
+    # Slurm's and MPI's variables may be those of a job inside which these workers were started, and
+    # Accelerate's debug_launcher has each of its workers believe that RANK is 0. But workers that
+    # were told of another number of workers would train apart from each other.
+    if by_name.world != world and names[0] == "RANK":
         raise UserError(
-            f"torch.distributed has this process as worker {rank} of {world}, but RANK is "
-            f"{by_name.rank} and WORLD_SIZE {by_name.world}: unset them, or initialise it by them"
+            f"torch.distributed has this process as worker {rank} of {world}, but WORLD_SIZE is "
+            f"{by_name.world} (and RANK {by_name.rank}): unset them, or initialise it by them"
         )
-    host, store = socket.gethostname(), group.get_group_store()
-    keys = [f"megabatch host of {other}" for other in range(world)]
-    store.set(keys[rank], host)
+    if world == 1:
+        return Place(0, 1, 0, 1)
+    host, store = socket.gethostname(), _within("megabatch hosts", group.get_group_store())
+    if not store.check([f"{rank}"]):  # it may be asked again
+        store.set(f"{rank}", host)
+        store.add("fitting", int(fits))
+        if store.add("arrived", 1) == world:
+            store.set("all", "")
     try:
-        store.wait(keys, timedelta(seconds=seconds))
-    except Exception as error:
-        absent = next((other for other, key in enumerate(keys) if not store.check([key])), rank)
+        store.wait(["all"], timedelta(seconds=seconds))
+    except Exception:
+        absent = next((one for one in range(world) if not store.check([f"{one}"])), None)
         raise UserError(
             f"worker {rank} of {world} asks for the cluster, but worker {absent} did not in "
-            f"{seconds:g} s: every worker calls Cluster.from_env ({error})"
+            f"{seconds:g} s: every worker calls Cluster.from_env"
         ) from None
-    hosts = [store.get(key).decode() for key in keys]
+    if store.add("fitting", 0) == world:
+        return by_name
+    hosts = [found.decode() for found in store.multi_get([f"{one}" for one in range(world)])]
     return Place(rank, world, hosts[:rank].count(host), hosts.count(host))
+
+
+def _within(name: str, store: Any) -> Any:
+    """A part of a store for keys of our own."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
 # --- its device --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -231,6 +232,98 @@ def join_twice(port):
         return once == again and (once.local_rank, once.grid) == (0, (2, 1))
     finally:
         once.leave()
+
+
+# ---------------------------------------------------------------- torch.distributed was first
+
+
+def found_in_a_group(environ, timeout_seconds=60):
+    """Each worker's cluster or sentence where torch was initialised without any variable, which
+    are then set to `environ`, a dict by rank."""
+    rank, store = int(os.environ["RANK"]), dist.FileStore(os.environ["MEGABATCH_STORE"], 2)
+    for name in [*torchrun(0, 0, 0, 0), "MEGABATCH_STORE"]:
+        del os.environ[name]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    os.environ.update(environ.get(rank, {}))
+    if environ.get(rank) == ABSENT:
+        found = "absent"
+    else:
+        try:
+            cluster = Cluster.from_env(timeout_seconds=timeout_seconds)
+            again = Cluster.from_env(timeout_seconds=timeout_seconds)
+            assert cluster == again
+            cluster.leave()  # whoever made the group ends it, not we
+            assert dist.is_initialized()
+            where = (cluster.rank, cluster.world, cluster.local_rank, cluster.local_world)
+            found = (*where, cluster.grid, cluster.device.type)
+        except UserError as error:
+            found = str(error)
+    both = [None, None]
+    dist.all_gather_object(both, found)
+    dist.destroy_process_group()
+    return both
+
+
+ABSENT = {"NOT_HERE": "1"}
+ONE_HOST = [(0, 2, 0, 2, (1, 2), "cpu"), (1, 2, 1, 2, (1, 2), "cpu")]
+TWO_HOSTS = [(0, 2, 0, 1, (2, 1), "cpu"), (1, 2, 0, 1, (2, 1), "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, ONE_HOST),  # mp.spawn
+        ({0: torchrun(0, 2, 0, 1), 1: torchrun(1, 2, 0, 1)}, TWO_HOSTS),
+        # Variables of only one of them, or of another worker's, tell nothing.
+        ({0: torchrun(0, 2, 0, 1)}, ONE_HOST),
+        ({0: torchrun(0, 2, 0, 1), 1: torchrun(0, 2, 0, 1)}, ONE_HOST),
+        ({0: {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}}, ONE_HOST),  # Lightning's
+        # A job of one task inside which somebody started two workers.
+        ({rank: srun(0, 1, 0, "1") for rank in range(2)}, ONE_HOST),
+    ],
+)
+def test_a_process_group_that_is_there_says_who_a_worker_is(environ, found):
+    assert run_local(2, found_in_a_group, environ) == found
+
+
+def test_variables_of_another_number_of_workers_are_refused():
+    sentences = run_local(2, found_in_a_group, {0: torchrun(0, 4, 0, 4), 1: torchrun(3, 4, 3, 4)})
+    assert sentences == [
+        f"torch.distributed has this process as worker {rank} of 2, but WORLD_SIZE is 4 (and RANK "
+        f"{3 * rank}): unset them, or initialise it by them"
+        for rank in range(2)
+    ]
+
+
+def test_a_worker_that_never_asks_is_named():
+    sentence, _ = run_local(2, found_in_a_group, {1: ABSENT}, 0.5)
+    assert "worker 0 of 2 asks for the cluster, but worker 1 did not in 0.5 s" in sentence
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "sentence"),
+    [
+        ("gloo", "cuda", "device cuda is summed on by nccl, but torch.distributed was initialised"),
+        ("gloo", "mps", "there is no device 'mps': "),
+        ("fake", "auto", "device cpu is summed on by gloo, .* with fake: initialise it with gloo"),
+    ],
+)
+def test_a_backend_that_does_not_fit_the_device(backend, device, sentence):
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore as Store
+    else:
+        from torch.distributed import HashStore as Store
+    dist.init_process_group(backend, store=Store(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError, match=sentence):
+            Cluster.from_env(device=device)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_needs_torch_to_be_initialised():
+    with pytest.raises(UserError, match=r"but torch.distributed is not initialised"):
+        Cluster.from_env(group=object())
 
 
 # ---------------------------------------------------------------- torchrun itself

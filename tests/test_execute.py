@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from megabatch import plans
+from megabatch.errors import UserError
 from megabatch.plans import HIERARCHICAL, PLANS, RING, THREE_PHASE, TORUS, Move, Phase, through
 from megabatch.plans.phase import Axis, Op
 from megabatch.sync.execute import Pipeline, execute
@@ -123,16 +124,53 @@ def test_a_broken_plan_is_refused_before_anything_is_sent():
     )
 
 
-def in_place(cluster):
-    matrix = torch.full((6, 4), 1.0 + cluster.rank)
-    execute(TORUS, matrix.t(), cluster)  # not contiguous
-    empty = torch.empty(0)
-    execute(TORUS, empty, cluster)
-    return matrix.tolist(), len(empty)
+def in_any_layout(cluster):
+    """The sums of tensors whose memory is not in order, one after another in one pipeline."""
+    found = []
+    with Pipeline(cluster) as pipeline:
+        for view in (
+            lambda x: x,
+            torch.Tensor.t,
+            lambda x: x[::2],
+            lambda x: x[:, 1],
+            lambda x: x.flatten()[::3],
+            lambda x: x[:0],
+            lambda x: x[0, 0],
+            lambda x: torch.view_as_complex(x.view(6, 2, 2)),
+        ):
+            x = torch.arange(24.0).view(6, 4) + cluster.rank
+            want = x.clone()
+            view(want).copy_(2 * view(torch.arange(24.0).view(6, 4)) + view(torch.ones(6, 4)))
+            pipeline.sum(through(TORUS, "ring"), view(x))
+            found.append(torch.equal(x, want))
+        # What cannot be is refused before anything is sent: the pipeline is none the worse.
+        for wrong, sentence in (
+            (lambda: pipeline.sum(TORUS, torch.ones(3, 1).expand(3, 4)), "share memory"),
+            (lambda: pipeline.submit(TORUS, torch.ones(8)[::2]), "elements lie side by side"),
+            (lambda: pipeline.submit(TORUS, torch.ones(2, 2)), "elements lie side by side"),
+            (lambda: pipeline.submit(TORUS, torch.ones(2, device="meta")), "on meta, but"),
+            (lambda: pipeline.submit(TORUS, torch.eye(3).to_sparse()), "elements lie side by side"),
+        ):
+            with pytest.raises(UserError, match=sentence):
+                wrong()
+            x = torch.ones(5)
+            pipeline.sum(through(TORUS, "ring"), x)
+            found.append(x.eq(2).all().item())
+    return found
 
 
 def test_the_sum_is_in_place_even_where_memory_is_not_in_order():
-    assert run_ranks(in_place, 2) == [([[3.0] * 4] * 6, 0)] * 2
+    assert run_ranks(in_any_layout, 2) == [[True] * 13] * 2
+
+
+def once(cluster):
+    matrix = torch.full((6, 4), 1.0 + cluster.rank)
+    execute(TORUS, matrix.t(), cluster)
+    return matrix.tolist()
+
+
+def test_one_sum_needs_no_pipeline():
+    assert run_ranks(once, 2) == [[[3.0] * 4] * 6] * 2
 
 
 def many_at_once(cluster):

@@ -7,6 +7,7 @@ many of its backward passes GradSync summed, to FOLDER.
 """
 
 import os
+import socket
 import sys
 
 import torch
@@ -78,87 +79,6 @@ def accelerated(folder):
     accelerator.end_training()
 
 
-# ---------------------------------------------------------------- Lightning
-
-
-def lightning_fit(strategy, folder):
-    import lightning
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = network()
-
-        def training_step(self, batch, index):
-            return loss_of(self.net(batch))
-
-        def train_dataloader(self):
-            return torch.utils.data.DataLoader(batches(self.global_rank), batch_size=None)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=RATE)
-
-    class Attach(lightning.Callback):
-        def on_train_start(self, trainer, module):
-            self.sync = GradSync(Cluster.from_env(), "torus")
-            self.sync.attach(trainer.strategy.model)
-
-        def on_train_end(self, trainer, module):
-            write(folder, self.sync, module)
-            self.sync.close()
-            del self.sync
-
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=WORLD,
-        strategy=strategy,
-        max_epochs=1,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[Attach()],
-    )
-    trainer.fit(Module())
-
-
-def early(folder):
-    """The cluster is made before the Trainer starts its workers: it has one worker."""
-    import lightning
-
-    cluster = Cluster.from_env()
-
-    class Attach(lightning.Callback):
-        def on_train_start(self, trainer, module):
-            GradSync(cluster, "torus").attach(trainer.strategy.model)
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = network()
-
-        def training_step(self, batch, index):
-            return loss_of(self.net(batch))
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=RATE)
-
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=WORLD,
-        strategy="ddp",
-        max_epochs=1,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[Attach()],
-    )
-    trainer.fit(Module(), torch.utils.data.DataLoader(batches(0), batch_size=None))
-
-
 def main(launcher, folder):
     torch.set_num_threads(1)
     if launcher == "mp.spawn":
@@ -170,13 +90,11 @@ def main(launcher, folder):
     elif launcher == "notebook_launcher":
         from accelerate import notebook_launcher
 
-        notebook_launcher(accelerated, (folder,), WORLD, use_port="0")
-    elif launcher == "accelerate launch":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        notebook_launcher(accelerated, (folder,), WORLD, use_port=f"{port}")
+    else:  # accelerate launch
         accelerated(folder)
-    elif launcher == "early":
-        early(folder)
-    else:
-        lightning_fit(launcher, folder)
 
 
 if __name__ == "__main__":

@@ -12,33 +12,31 @@ from launched import RATE, STEPS, WORLD, batches, loss_of, network
 
 pytestmark = pytest.mark.systems
 
-SCRIPT = Path(__file__).parent / "launched.py"
-LAUNCHERS = {
-    "mp.spawn": [sys.executable],
-    "ddp": [sys.executable],
-    "ddp_spawn": [sys.executable],
-    "ddp_notebook": [sys.executable],
-    "debug_launcher": [sys.executable],
-    "notebook_launcher": [sys.executable],
-    "accelerate launch": [
-        *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--cpu", "--num_processes", str(WORLD), "--num_machines", "1"),
-        *("--num_cpu_threads_per_process", "1", "--main_process_port", "0"),
-        *("--mixed_precision", "no", "--dynamo_backend", "no"),
-    ],
+HERE = Path(__file__).parent
+TORCH, LIGHTNING = HERE / "launched.py", HERE / "launched_lightning.py"
+# accelerate's own command starts several workers for GPUs alone; the script then says CPU.
+ACCELERATE = [
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(WORLD)),
+    *("--num_machines", "1", "--num_cpu_threads_per_process", "1", "--main_process_port", "0"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no"),
+]
+LINES = {
+    "mp.spawn": [TORCH, "mp.spawn"],
+    "debug_launcher": [TORCH, "debug_launcher"],
+    "notebook_launcher": [TORCH, "notebook_launcher"],
+    "accelerate launch": [*ACCELERATE, TORCH, "accelerate launch"],
+    "Lightning's ddp": [LIGHTNING, "ddp"],
+    "Lightning's ddp_spawn": [LIGHTNING, "ddp_spawn"],
+    "Lightning's ddp_notebook": [LIGHTNING, "ddp_notebook"],
 }
 
 
-def launch(command, launcher, folder):
+def launch(*line):
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environ = {name: value for name, value in os.environ.items() if name not in dropped}
     environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [*command, str(SCRIPT), launcher, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=environ,
+        [sys.executable, *map(str, line)], capture_output=True, text=True, timeout=240, env=environ
     )
 
 
@@ -55,9 +53,9 @@ def expected_weights():
     return torch.cat([p.detach().flatten() for p in parameters])
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", LINES)
 def test_their_workers_are_summed_over(launcher, tmp_path):
-    done = launch(LAUNCHERS[launcher], launcher, tmp_path)
+    done = launch(*LINES[launcher], tmp_path)
     assert done.returncode == 0, done.stderr
     for rank in range(WORLD):
         where, steps, weights = torch.load(tmp_path / f"{rank}.pt")
@@ -67,6 +65,6 @@ def test_their_workers_are_summed_over(launcher, tmp_path):
 
 
 def test_a_cluster_made_before_the_workers_were_is_refused(tmp_path):
-    done = launch([sys.executable], "early", tmp_path)
+    done = launch(LIGHTNING, "ddp", tmp_path, "early")
     assert done.returncode != 0
     assert "this module sums over workers 0, 1, but the cluster has workers" in done.stderr
