@@ -94,7 +94,8 @@ def exact(cluster: Cluster) -> dict[str, int]:
     """Every plan on every grid against the sum of integers; raises on the first difference."""
     world, count = cluster.world, 0
     for y in (y for y in range(1, world + 1) if world % y == 0):
-        pipeline = Pipeline(replace(cluster, grid=(y, world // y)), lanes=2, segment_bytes=1 << 18)
+        on_grid = replace(cluster, grid=(y, world // y))
+        pipeline = Pipeline(on_grid, lanes=2, segment_bytes=1 << 18)
         for (name, plan), via in product(PLANS.items(), VIAS):
             for length, dtype in product(LENGTHS, DTYPES):
                 tensor = values(cluster.rank, length, dtype)

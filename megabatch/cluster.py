@@ -1,21 +1,22 @@
-"""The workers of a run, joined from torchrun's, Slurm's or MPI's variables.
+"""The workers of a run, joined from torchrun's, Slurm's or MPI's variables, or as torch has them.
 
 One worker needs no process group. The same training code runs under every launcher, on gloo and
-NCCL.
+NCCL; a process group that is there already is believed before any variable.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megabatch.errors import UserError
+from megabatch.errors import UserError, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -34,48 +35,79 @@ class Cluster:
     local_world: int
     device: torch.device
     grid: tuple[int, int]
+    group: Any = field(default=None, repr=False)
+    """the process group of these workers, where they are only some of all"""
+    joined: bool = field(default=False, compare=False, repr=False)
+    """whether from_env made the process group, which leave() then ends"""
 
     @classmethod
     def from_env(
-        cls, grid: tuple[int, int] | None = None, device: str = "auto", timeout_seconds: float = 600
+        cls,
+        grid: tuple[int, int] | None = None,
+        device: str = "auto",
+        timeout_seconds: float = 600,
+        *,
+        group: Any = None,
     ) -> Cluster:
         """Join the workers that torchrun, srun, mpirun or megabatch itself started; alone
-        otherwise."""
+        otherwise.
+
+        Where torch.distributed is initialised already (by Lightning, Accelerate, mp.spawn) its
+        workers are taken, and all of them call this. `group` is a process group of some of them, as
+        for DistributedDataParallel(process_group=group); its members call this.
+        """
         import torch
         import torch.distributed as dist
 
-        place = _place(os.environ)
-        grid = _grid(place, grid)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda":
-            if not torch.cuda.is_available():
-                raise UserError("device cuda was asked for but torch sees no GPU: use --device cpu")
-            gpus = torch.cuda.device_count()
-            # NCCL takes two workers on one GPU only if it believes them to be on two hosts.
-            if place.local_world > gpus and "NCCL_HOSTID" not in os.environ:
-                raise UserError(
-                    f"{place.local_world} workers want a GPU each but this host has {gpus}: "
-                    f"start {gpus} (--workers {gpus}), or use --device cpu"
-                )
-            torch.cuda.set_device(place.local_rank % gpus)
-            chosen = torch.device("cuda", torch.cuda.current_device())
+        if device not in ("auto", "cpu", "cuda"):
+            raise UserError(f"there is no device {device!r}: {nearest(device, _BACKENDS)}")
+        initialised = dist.is_available() and dist.is_initialized()
+        if group is not None and not initialised:
+            raise UserError(
+                "a group of workers was given, but torch.distributed is not initialised"
+            )
+        if not initialised:
+            place = place_by(os.environ)
+            grid = grid_of(place, grid)
+            if device == "auto":
+                device = "cuda" if torch.cuda.is_available() else "cpu"
+            chosen = _gpu(place) if device == "cuda" else torch.device("cpu")
+            if place.world > 1:
+                _meet(place, _BACKENDS[chosen.type], timeout_seconds)
         else:
-            chosen = torch.device("cpu")
-        if place.world > 1 and not dist.is_initialized():
-            _meet(place, "nccl" if chosen.type == "cuda" else "gloo", timeout_seconds)
-        return cls(place.rank, place.world, place.local_rank, place.local_world, chosen, grid)
+            everyone = dist.group.WORLD
+            place = _place_in(everyone, os.environ, timeout_seconds)
+            chosen = _device_of(everyone, device, place)
+            if group is not None:
+                place = _place_in(group, {}, timeout_seconds)
+            grid = grid_of(place, grid)
+        return cls(
+            place.rank,
+            place.world,
+            place.local_rank,
+            place.local_world,
+            chosen,
+            grid,
+            group,
+            joined=place.world > 1 and not initialised,
+        )
 
     @property
     def first(self) -> bool:
         """Whether this worker speaks for all: it prints, writes metrics and saves."""
         return self.rank == 0
 
+    def process_group(self) -> Any:
+        """The process group of these workers; there is none where a worker is alone."""
+        import torch.distributed as dist
+
+        return self.group or dist.group.WORLD
+
     def barrier(self) -> None:
         import torch.distributed as dist
 
         if self.world > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
     def agree(self, decide: Callable[[], T]) -> T:
         """What the first worker decides, on every worker; its UserError is raised on all of
@@ -84,17 +116,18 @@ class Cluster:
             return decide()
         import torch.distributed as dist
 
-        said: list[Any] = [None, None]
+        answer: list[Any] = [None, None]
         if self.first:
             try:
-                said = [decide(), None]
+                answer = [decide(), None]
             except UserError as error:
-                said = [None, str(error)]
-        dist.broadcast_object_list(said, src=0)
-        if said[1] is not None:
-            raise UserError(said[1])
-        decision: T = said[0]
-        return decision
+                answer = [None, str(error)]
+        dist.broadcast_object_list(answer, group=self.group, group_src=0)
+        decision, mistake = answer
+        if mistake is not None:
+            raise UserError(mistake)
+        result: T = decision
+        return result
 
     def gather(self, mine: T) -> list[T]:
         """What each worker has, by rank, on every worker."""
@@ -107,7 +140,8 @@ class Cluster:
         return found
 
     def leave(self) -> None:
-        """End the process group; while an error is on its way out, leave that to the process's end.
+        """End the process group, if this is who made it; while an error is on its way out, leave
+        that to the process's end.
 
         The others fail of closed connections. Closed too early, they would be heard before the
         worker whose error it was.
@@ -115,12 +149,17 @@ class Cluster:
         import torch.distributed as dist
 
         failing = sys.exc_info()[0] is not None
-        if self.world > 1 and dist.is_initialized() and not failing:
+        if self.joined and dist.is_initialized() and not failing:
             dist.destroy_process_group()
 
 
+# --- who a worker is ---------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class _Place:
+class Place:
+    """A worker's number among all workers and among those of its host."""
+
     rank: int
     world: int
     local_rank: int
@@ -131,7 +170,7 @@ class _Place:
 # that is there whole counts, so what runs innermost comes first: in a Slurm job mpirun and mpiexec
 # start a daemon on each node by srun, and the workers inherit the daemons' variables beside their
 # own. (A batch script has SLURM_PROCID too, but it is no step: nothing has been started yet.)
-_LAUNCHERS = (
+LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun; local workers, below
     ("RANK", "WORLD_SIZE"),
     (
@@ -146,20 +185,22 @@ _LAUNCHERS = (
 )
 
 
-def _launcher(environ: Mapping[str, str]) -> tuple[str, ...]:
-    return next((row for row in _LAUNCHERS if all(name in environ for name in row)), ())
+def launcher_of(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the variables by which a worker is known here; empty if there is none."""
+    return next((row for row in LAUNCHERS if all(name in environ for name in row)), ())
 
 
 def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher started this process as one of several workers, or says that it is
     alone."""
-    return bool(_launcher(environ))
+    return bool(launcher_of(environ))
 
 
-def _place(environ: Mapping[str, str]) -> _Place:
-    names = _launcher(environ)
+def place_by(environ: Mapping[str, str]) -> Place:
+    """Who a worker is by its launcher's variables."""
+    names = launcher_of(environ)
     if not names:
-        return _Place(0, 1, 0, 1)
+        return Place(0, 1, 0, 1)
     figures = []
     for name in names:
         # Slurm writes tasks per node as "4(x2),3": the first figure is what a row holds.
@@ -171,10 +212,10 @@ def _place(environ: Mapping[str, str]) -> _Place:
     if rank >= world:
         raise UserError(f"{names[0]} is {rank} but {names[1]} is {world}: ranks count from 0")
     local_rank, local_world = figures[2:] or (rank, world)
-    return _Place(rank, world, local_rank, local_world)
+    return Place(rank, world, local_rank, local_world)
 
 
-def _grid(place: _Place, asked: tuple[int, int] | None) -> tuple[int, int]:
+def grid_of(place: Place, asked: tuple[int, int] | None) -> tuple[int, int]:
     """The grid asked for, if it holds the workers; else a row a node, or one row."""
     if asked is None:
         rows, left = divmod(place.world, place.local_world)
@@ -188,10 +229,108 @@ def _grid(place: _Place, asked: tuple[int, int] | None) -> tuple[int, int]:
     return asked
 
 
+def _place_in(group: Any, environ: Mapping[str, str], seconds: float) -> Place:
+    """Who a worker is in a process group; its host's workers by the variables, if all workers have
+    them as this group has, else by what each worker says its host is."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise UserError("this worker is not in the group: only members make a cluster of it")
+    names = launcher_of(environ)
+    by_name = place_by(environ) if names else Place(rank, world, rank, world)
+    fits = len(names) == 4 and (by_name.rank, by_name.world) == (rank, world)
+    # Slurm's and MPI's variables may be those of a job inside which these workers were started, and
+    # Accelerate's debug_launcher has each of its workers believe that RANK is 0. But workers that
+    # were told of another number of workers would train apart from each other.
+    if by_name.world != world and names[0] == "RANK":
+        raise UserError(
+            f"torch.distributed has this process as worker {rank} of {world}, but WORLD_SIZE is "
+            f"{by_name.world} (and RANK {by_name.rank}): unset them, or initialise it by them"
+        )
+    if world == 1:
+        return Place(0, 1, 0, 1)
+    host, store = socket.gethostname(), _within("megabatch hosts", group.get_group_store())
+    if not store.check([f"{rank}"]):  # it may be asked again
+        store.set(f"{rank}", host)
+        store.add("fitting", int(fits))
+        if store.add("arrived", 1) == world:
+            store.set("all", "")
+    try:
+        store.wait(["all"], timedelta(seconds=seconds))
+    except Exception:
+        absent = next((one for one in range(world) if not store.check([f"{one}"])), None)
+        raise UserError(
+            f"worker {rank} of {world} asks for the cluster, but worker {absent} did not in "
+            f"{seconds:g} s: every worker calls Cluster.from_env"
+        ) from None
+    if store.add("fitting", 0) == world:
+        return by_name
+    hosts = [found.decode() for found in store.multi_get([f"{one}" for one in range(world)])]
+    return Place(rank, world, hosts[:rank].count(host), hosts.count(host))
+
+
+def _within(name: str, store: Any) -> Any:
+    """A part of a store for keys of our own."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+# --- its device --------------------------------------------------------------------------------
+
+# What sums are made over: gloo among CPUs, NCCL among GPUs.
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def _gpu(place: Place) -> torch.device:
+    """This worker's own GPU, made the present one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("device cuda was asked for but torch sees no GPU: use --device cpu")
+    gpus = torch.cuda.device_count()
+    # NCCL takes two workers on one GPU only if it believes them to be on two hosts.
+    if place.local_world > gpus and "NCCL_HOSTID" not in os.environ:
+        raise UserError(
+            f"{place.local_world} workers want a GPU each but this host has {gpus}: "
+            f"start {gpus} (--workers {gpus}), or use --device cpu"
+        )
+    torch.cuda.set_device(place.local_rank % gpus)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _device_of(group: Any, asked: str, place: Place) -> torch.device:
+    """A device that the process group can sum on; a GPU that was chosen for it is kept."""
+    import torch
+    import torch.distributed as dist
+
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    if asked == "auto":
+        nccl = torch.cuda.is_available() and backends.get("cuda") == "nccl"
+        asked = "cuda" if nccl else "cpu"
+    if backends.get(asked) != _BACKENDS[asked]:
+        raise UserError(
+            f"device {asked} is summed on by {_BACKENDS[asked]}, but torch.distributed was "
+            f"initialised with {dist.get_backend(group)}: initialise it with {_BACKENDS[asked]}, "
+            f"or with cpu:gloo,cuda:nccl"
+        )
+    if asked == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("device cuda was asked for but torch sees no GPU: use --device cpu")
+    bound = group.bound_device_id
+    if bound is None and torch.cuda.current_device() == 0:
+        bound = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    if bound is not None:
+        torch.cuda.set_device(bound)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 # --- where workers meet ------------------------------------------------------------------------
 
 
-def _meet(place: _Place, backend: str, timeout_seconds: float) -> None:
+def _meet(place: Place, backend: str, timeout_seconds: float) -> None:
     """Make the process group, through the file MEGABATCH_STORE or at MASTER_ADDR."""
     import torch.distributed as dist
 
@@ -228,7 +367,7 @@ def _meet(place: _Place, backend: str, timeout_seconds: float) -> None:
 _MARK = uuid.uuid4().hex
 
 
-def _shared_file(path: str, place: _Place, me: str) -> Any:
+def _shared_file(path: str, place: Place, me: str) -> Any:
     """The store in a file. One that an earlier run left behind holds addresses of workers that are
     gone: it is refused, for dialling them fails only when the time is up."""
     import torch.distributed as dist

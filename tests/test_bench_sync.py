@@ -56,14 +56,15 @@ def slept_and_worked(cluster):
     """What is found if a sum keeps each worker asleep, and then busy for so long, and a large
     one for longer."""
 
-    def sum_of(plan, tensor, cluster):
-        time.sleep(0.01)
-        until = time.process_time() + (0.004 if tensor.nbytes < 1e4 else 0.02)
-        while time.process_time() < until:
-            pass
+    class Slow:
+        def sum(self, plan, tensor):
+            time.sleep(0.01)
+            until = time.process_time() + (0.004 if tensor.nbytes < 1e4 else 0.02)
+            while time.process_time() < until:
+                pass
 
-    links.execute, links._SUMS = sum_of, (5, 5)
-    return links.sending(cluster)
+    links._SUMS = (5, 5)
+    return links.sending(cluster, Slow())
 
 
 def test_the_work_of_a_message_is_processor_time_and_not_waiting():
@@ -75,7 +76,7 @@ def test_the_work_of_a_message_is_processor_time_and_not_waiting():
 
 
 def test_gpus_are_not_held_up_by_sending():
-    assert links.sending(Cluster(0, 2, 0, 2, torch.device("cuda"), (1, 2))) is None
+    assert links.sending(Cluster(0, 2, 0, 2, torch.device("cuda"), (1, 2)), None) is None
 
 
 @pytest.mark.parametrize(("shared_rate", "host_rate"), [(5e6, 5e6), (1e6, 4e6)])

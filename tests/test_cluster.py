@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.cluster import Cluster, _grid, _place, under_launcher
+from megabatch.cluster import Cluster, grid_of, place_by, under_launcher
 from megabatch.errors import UserError
 from megabatch.launch import WorkerFailed, run_local
 
@@ -93,14 +94,14 @@ PLACES = {
 
 @pytest.mark.parametrize(("environ", "place"), PLACES.values(), ids=PLACES.keys())
 def test_each_launcher_says_who_a_worker_is(environ, place):
-    found = _place(environ)
+    found = place_by(environ)
     assert (found.rank, found.world, found.local_rank, found.local_world) == place
     assert under_launcher(environ)
 
 
 @pytest.mark.parametrize("environ", [{}, BATCH_SCRIPT, {"RANK": "3"}], ids=["", "batch", "rank"])
 def test_without_a_launcher_a_process_is_alone(environ):
-    found = _place(environ)
+    found = place_by(environ)
     assert (found.rank, found.world, found.local_rank, found.local_world) == (0, 1, 0, 1)
     assert not under_launcher(environ)
 
@@ -110,9 +111,9 @@ def test_without_a_launcher_a_process_is_alone(environ):
 def test_slurms_count_of_tasks_by_node(tasks):
     runs = [(count, len(list(run))) for count, run in groupby(tasks)]
     written = ",".join(f"{count}(x{n})" if n > 1 else f"{count}" for count, n in runs)
-    place = _place(srun(0, sum(tasks), 0, written))
+    place = place_by(srun(0, sum(tasks), 0, written))
     assert place.local_world == tasks[0]
-    y, x = _grid(place, None)
+    y, x = grid_of(place, None)
     assert y * x == sum(tasks)
     if len(set(tasks)) == 1:
         assert (y, x) == (len(tasks), tasks[0])
@@ -129,12 +130,12 @@ def test_slurms_count_of_tasks_by_node(tasks):
 )
 def test_variables_that_make_no_sense_are_named(environ, sentence):
     with pytest.raises(UserError, match=sentence):
-        _place(environ)
+        place_by(environ)
 
 
 @pytest.mark.parametrize("grid", [(1, 6), (2, 3), (3, 2), (6, 1)])
 def test_a_grid_that_holds_the_workers_is_taken(grid):
-    assert _grid(_place(torchrun(0, 6, 0, 6)), grid) == grid
+    assert grid_of(place_by(torchrun(0, 6, 0, 6)), grid) == grid
 
 
 @pytest.mark.parametrize("grid", [(1, 5), (2, 4), (6, 0), (-2, -3)])
@@ -231,6 +232,98 @@ def join_twice(port):
         return once == again and (once.local_rank, once.grid) == (0, (2, 1))
     finally:
         once.leave()
+
+
+# ---------------------------------------------------------------- torch.distributed was first
+
+
+def found_in_a_group(environ, timeout_seconds=60):
+    """Each worker's cluster or sentence where torch was initialised without any variable, which
+    are then set to `environ`, a dict by rank."""
+    rank, store = int(os.environ["RANK"]), dist.FileStore(os.environ["MEGABATCH_STORE"], 2)
+    for name in [*torchrun(0, 0, 0, 0), "MEGABATCH_STORE"]:
+        del os.environ[name]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    os.environ.update(environ.get(rank, {}))
+    if environ.get(rank) == ABSENT:
+        found = "absent"
+    else:
+        try:
+            cluster = Cluster.from_env(timeout_seconds=timeout_seconds)
+            again = Cluster.from_env(timeout_seconds=timeout_seconds)
+            assert cluster == again
+            cluster.leave()  # whoever made the group ends it, not we
+            assert dist.is_initialized()
+            where = (cluster.rank, cluster.world, cluster.local_rank, cluster.local_world)
+            found = (*where, cluster.grid, cluster.device.type)
+        except UserError as error:
+            found = str(error)
+    both = [None, None]
+    dist.all_gather_object(both, found)
+    dist.destroy_process_group()
+    return both
+
+
+ABSENT = {"NOT_HERE": "1"}
+ONE_HOST = [(0, 2, 0, 2, (1, 2), "cpu"), (1, 2, 1, 2, (1, 2), "cpu")]
+TWO_HOSTS = [(0, 2, 0, 1, (2, 1), "cpu"), (1, 2, 0, 1, (2, 1), "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, ONE_HOST),  # mp.spawn
+        ({0: torchrun(0, 2, 0, 1), 1: torchrun(1, 2, 0, 1)}, TWO_HOSTS),
+        # Variables of only one of them, or of another worker's, tell nothing.
+        ({0: torchrun(0, 2, 0, 1)}, ONE_HOST),
+        ({0: torchrun(0, 2, 0, 1), 1: torchrun(0, 2, 0, 1)}, ONE_HOST),
+        ({0: {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}}, ONE_HOST),  # Lightning's
+        # A job of one task inside which somebody started two workers.
+        ({rank: srun(0, 1, 0, "1") for rank in range(2)}, ONE_HOST),
+    ],
+)
+def test_a_process_group_that_is_there_says_who_a_worker_is(environ, found):
+    assert run_local(2, found_in_a_group, environ) == found
+
+
+def test_variables_of_another_number_of_workers_are_refused():
+    sentences = run_local(2, found_in_a_group, {0: torchrun(0, 4, 0, 4), 1: torchrun(3, 4, 3, 4)})
+    assert sentences == [
+        f"torch.distributed has this process as worker {rank} of 2, but WORLD_SIZE is 4 (and RANK "
+        f"{3 * rank}): unset them, or initialise it by them"
+        for rank in range(2)
+    ]
+
+
+def test_a_worker_that_never_asks_is_named():
+    sentence, _ = run_local(2, found_in_a_group, {1: ABSENT}, 0.5)
+    assert "worker 0 of 2 asks for the cluster, but worker 1 did not in 0.5 s" in sentence
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "sentence"),
+    [
+        ("gloo", "cuda", "device cuda is summed on by nccl, but torch.distributed was initialised"),
+        ("gloo", "mps", "there is no device 'mps': "),
+        ("fake", "auto", "device cpu is summed on by gloo, .* with fake: initialise it with gloo"),
+    ],
+)
+def test_a_backend_that_does_not_fit_the_device(backend, device, sentence):
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore as Store
+    else:
+        from torch.distributed import HashStore as Store
+    dist.init_process_group(backend, store=Store(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError, match=sentence):
+            Cluster.from_env(device=device)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_needs_torch_to_be_initialised():
+    with pytest.raises(UserError, match=r"but torch.distributed is not initialised"):
+        Cluster.from_env(group=object())
 
 
 # ---------------------------------------------------------------- torchrun itself

@@ -21,11 +21,13 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from megabatch import plans
+from megabatch.errors import UserError
 from megabatch.plans import HIERARCHICAL, PLANS, RING, THREE_PHASE, TORUS, Move, Phase, through
 from megabatch.plans.phase import Axis, Op
-from megabatch.sync.execute import Pipeline, execute, pipeline_of, program
-from megabatch.sync.lanes import Pending
-from megabatch.sync.segment import Scratch, Segment
+from megabatch.sync.execute import Pipeline, execute
+from megabatch.sync.lanes import Reduction
+from megabatch.sync.program import program
+from megabatch.sync.segment import Buffers, Segment
 from megabatch.sync.summation import tree_all_reduce
 
 VIAS = ["backend", "ring", "halving_doubling"]
@@ -47,21 +49,17 @@ def values(rank, length, dtype):
 # ---------------------------------------------------------------- exactly the sum
 
 
-@cache
-def small_segments(cluster):
-    return Pipeline(cluster, segment_bytes=SEGMENT_BYTES)
-
-
 def wrong_sums(cluster, cases):
     """Those of the cases (grid, plan, length, dtype, wire) whose sum is not exact on this rank."""
     wrong = []
-    for grid, plan, length, dtype, wire in cases:
-        tensor = values(cluster.rank, length, dtype)
-        pipeline = small_segments(replace(cluster, grid=grid))
-        pipeline.submit(plan, tensor, wire=wire).wait()
-        want = sum(values(rank, length, dtype) for rank in range(cluster.world))
-        if not torch.equal(tensor, want):
-            wrong.append((grid, plan, length, dtype, wire))
+    for grid, of_grid in groupby(cases, lambda case: case[0]):
+        with Pipeline(replace(cluster, grid=grid), segment_bytes=SEGMENT_BYTES) as pipeline:
+            for _, plan, length, dtype, wire in of_grid:
+                tensor = values(cluster.rank, length, dtype)
+                pipeline.submit(plan, tensor, wire=wire).wait()
+                want = sum(values(rank, length, dtype) for rank in range(cluster.world))
+                if not torch.equal(tensor, want):
+                    wrong.append((grid, plan, length, dtype, wire))
     return wrong
 
 
@@ -126,25 +124,62 @@ def test_a_broken_plan_is_refused_before_anything_is_sent():
     )
 
 
-def in_place(cluster):
-    matrix = torch.full((6, 4), 1.0 + cluster.rank)
-    execute(TORUS, matrix.t(), cluster)  # not contiguous
-    empty = torch.empty(0)
-    execute(TORUS, empty, cluster)
-    return matrix.tolist(), len(empty)
+def in_any_layout(cluster):
+    """The sums of tensors whose memory is not in order, one after another in one pipeline."""
+    found = []
+    with Pipeline(cluster) as pipeline:
+        for view in (
+            lambda x: x,
+            torch.Tensor.t,
+            lambda x: x[::2],
+            lambda x: x[:, 1],
+            lambda x: x.flatten()[::3],
+            lambda x: x[:0],
+            lambda x: x[0, 0],
+            lambda x: torch.view_as_complex(x.view(6, 2, 2)),
+        ):
+            x = torch.arange(24.0).view(6, 4) + cluster.rank
+            want = x.clone()
+            view(want).copy_(2 * view(torch.arange(24.0).view(6, 4)) + view(torch.ones(6, 4)))
+            pipeline.sum(through(TORUS, "ring"), view(x))
+            found.append(torch.equal(x, want))
+        # What cannot be is refused before anything is sent: the pipeline is none the worse.
+        for wrong, sentence in (
+            (lambda: pipeline.sum(TORUS, torch.ones(3, 1).expand(3, 4)), "share memory"),
+            (lambda: pipeline.submit(TORUS, torch.ones(8)[::2]), "elements lie side by side"),
+            (lambda: pipeline.submit(TORUS, torch.ones(2, 2)), "elements lie side by side"),
+            (lambda: pipeline.submit(TORUS, torch.ones(2, device="meta")), "on meta, but"),
+            (lambda: pipeline.submit(TORUS, torch.eye(3).to_sparse()), "elements lie side by side"),
+        ):
+            with pytest.raises(UserError, match=sentence):
+                wrong()
+            x = torch.ones(5)
+            pipeline.sum(through(TORUS, "ring"), x)
+            found.append(x.eq(2).all().item())
+    return found
 
 
 def test_the_sum_is_in_place_even_where_memory_is_not_in_order():
-    assert run_ranks(in_place, 2) == [([[3.0] * 4] * 6, 0)] * 2
+    assert run_ranks(in_any_layout, 2) == [[True] * 13] * 2
+
+
+def once(cluster):
+    matrix = torch.full((6, 4), 1.0 + cluster.rank)
+    execute(TORUS, matrix.t(), cluster)
+    return matrix.tolist()
+
+
+def test_one_sum_needs_no_pipeline():
+    assert run_ranks(once, 2) == [[[3.0] * 4] * 6] * 2
 
 
 def many_at_once(cluster):
-    pipeline = Pipeline(replace(cluster, grid=(2, 2)), lanes=2, segment_bytes=64)
     tensors = [torch.full((length,), 1.0 + cluster.rank) for length in (100, 1, 33, 7, 250)]
     plan = through(TORUS, "ring")
-    sums = [pipeline.submit(plan, t, divide=2, bucket=i) for i, t in enumerate(tensors)]
-    for pending in sums:
-        pending.wait()
+    with Pipeline(replace(cluster, grid=(2, 2)), lanes=2, segment_bytes=64) as pipeline:
+        sums = [pipeline.submit(plan, t, divide=2, bucket=i) for i, t in enumerate(tensors)]
+        for reduction in sums:
+            reduction.wait()
     return [t.unique().tolist() for t in tensors]
 
 
@@ -161,10 +196,12 @@ def tree_and_plans(cluster, cases):
     gradient = torch.randn(3001, generator=generator)
     tree = tree_all_reduce(gradient[None], cluster.world, cluster)
     same = []
-    for grid, plan in cases:
-        tensor = gradient.clone()
-        execute(plan, tensor, replace(cluster, grid=grid))
-        same.append(torch.equal(tensor, tree))
+    for grid, of_grid in groupby(cases, lambda case: case[0]):
+        with Pipeline(replace(cluster, grid=grid)) as pipeline:
+            for _, plan in of_grid:
+                tensor = gradient.clone()
+                pipeline.sum(plan, tensor)
+                same.append(torch.equal(tensor, tree))
     return same
 
 
@@ -181,7 +218,7 @@ def test_plans_that_follow_the_tree_give_its_bits(world):
     assert all(plans.follows_tree(plan, *grid) for grid, plan in halving)
     for bits in run_ranks(tree_and_plans, world, cases):
         assert not all(bits)  # other orders do give other bits
-        assert all(told for told, tree in zip(bits, follow, strict=True) if tree)
+        assert all(same for same, tree in zip(bits, follow, strict=True) if tree)
 
 
 # ---------------------------------------------------------------- what is sent
@@ -224,8 +261,8 @@ def test_messages_and_bytes_sent_are_those_priced(grid, via):
 
 def all_reduced(plan, y, x, gradients, wire):
     """Pass the messages of all ranks round in this process; every rank ends with the mean."""
-    sums = [step.sums for part in program(plan, y, x, 0) for step in part.steps]
-    segments = [Segment(gradient, wire, Scratch(gradient.device)) for gradient in gradients]
+    sums = [step.sums for phase in program(plan, y, x, 0) for step in phase.exchanges]
+    segments = [Segment(gradient, wire, Buffers(gradient.device)) for gradient in gradients]
     for step, messages in groupby(plans.lower(plan, y, x), lambda message: message.step):
         on_the_way = []
         for _, source, destination, part, op in messages:
@@ -255,7 +292,8 @@ def extremes(cluster, grid, plan, wire):
     gradient = torch.tensor([60.0, -60.0, 7e-8, 1.0]) * scale
     if cluster.rank == 1:
         gradient[3] = torch.inf  # this rank's backward overflowed
-    pipeline_of(cluster).submit(plan, gradient, wire=wire, divide=cluster.world).wait()
+    with Pipeline(cluster) as pipeline:
+        pipeline.submit(plan, gradient, wire=wire, divide=cluster.world).wait()
     return (gradient / scale).tolist()
 
 
@@ -295,17 +333,18 @@ def test_a_rank_of_3456_has_its_program_in_a_few_seconds():
         import time, torch, torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
         from megabatch.cluster import Cluster
-        from megabatch.execute import Pipeline, program
+        from megabatch.sync.execute import Pipeline
+        from megabatch.sync.program import program
         from megabatch.plans import PLANS, TORUS, through
         began = time.process_time()
         dist.init_process_group("fake", store=FakeStore(), rank=1234, world_size=3456)
         cluster = Cluster(1234, 3456, 2, 4, torch.device("cpu"), (48, 72))
-        pipeline = Pipeline(cluster)
+        pipeline = Pipeline(cluster, number=1)  # such a store holds no meeting
         for plan in PLANS.values():
             program(plan, 48, 72, 1234)
             pipeline.submit(plan, torch.ones(100)).wait()
-        parts = program(through(TORUS, "ring"), 48, 72, 1234)
-        print([len(part.steps) for part in parts], time.process_time() - began)
+        phases = program(through(TORUS, "ring"), 48, 72, 1234)
+        print([len(phase.exchanges) for phase in phases], time.process_time() - began)
         """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=90
@@ -316,15 +355,15 @@ def test_a_rank_of_3456_has_its_program_in_a_few_seconds():
     assert float(seconds) < 5
 
 
-def test_a_pending_sum_ends_once_and_says_how():
-    pending, heard = Pending(2), []
-    pending.then(heard.append)
-    pending.one_done()
+def test_a_sum_on_its_way_ends_once_and_says_how():
+    reduction, heard = Reduction(2), []
+    reduction.then(heard.append)
+    reduction.one_done()
     assert heard == []
     fault = ConnectionError("peer is gone")
-    pending.end(fault)
-    pending.one_done()
-    pending.then(heard.append)
+    reduction.end(fault)
+    reduction.one_done()
+    reduction.then(heard.append)
     assert heard == [fault, fault]
     with pytest.raises(ConnectionError, match="peer is gone"):
-        pending.wait()
+        reduction.wait()

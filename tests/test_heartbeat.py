@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.cluster import Cluster
 from megabatch.sync.ddp import GradSync
-from megabatch.sync.heartbeat import Disagreement, Place, compare
+from megabatch.sync.heartbeat import Progress
+from megabatch.sync.meeting import Disagreement, Meeting
 from megabatch.sync.segment import Segment
 
 SILENT, LATE, WORLD, STEPS = 1.6, 6.0, 3, 4
@@ -116,9 +117,10 @@ def test_an_error_that_no_silent_rank_explains_is_told_too(tmp_path):
 
 
 def compared(cluster):
-    compare(cluster, "same", "bucket 0 has 8 floats")
+    meeting = Meeting(cluster, "a test")
+    meeting.compare("same", "bucket 0 has 8 floats")
     try:
-        compare(cluster, "other", f"bucket 0 has {8 + cluster.rank} floats")
+        meeting.compare("other", f"bucket 0 has {8 + cluster.rank} floats")
     except Disagreement as error:
         return str(error)
 
@@ -130,8 +132,8 @@ def test_ranks_that_disagree_are_told_who_says_what():
     ]
 
 
-def test_places_compare_by_how_far_a_run_is():
-    later = Place(2, 1, 4, "all_reduce on y")
-    assert Place(1, 3, 90, "all_gather on x") < Place(2, 0, 5, "computing") < later
-    assert Place(2, 1, 3, "reduce_scatter on x") < later
+def test_progress_compares_by_how_far_a_run_is():
+    later = Progress(2, 1, 4, "all_reduce on y")
+    assert Progress(1, 3, 90, "all_gather on x") < Progress(2, 0, 5, "computing") < later
+    assert Progress(2, 1, 3, "reduce_scatter on x") < later
     assert str(later) == "step 2, bucket 1, all_reduce on y"

@@ -142,7 +142,7 @@ def shared_links(stage, place):
 @pytest.mark.parametrize("name", PLANNED)
 def test_bytes_are_priced_on_the_links_that_the_messages_cross(name, place):
     for y, x in ALIGNED:
-        stages = [s for s in plans.stages(PLANNED[name], y, x) if len(s.groups[0].members) > 1]
+        stages = [s for s in plans.on_grid(PLANNED[name], y, x) if len(s.groups[0].members) > 1]
         for stage, leg in zip(stages, legs(PLANNED[name], y, x, place), strict=True):
             exact = shared_links(stage, place)
             assert leg.phase == stage.phase
@@ -162,7 +162,7 @@ def test_bytes_are_priced_on_the_links_that_the_messages_cross(name, place):
 def test_grids_that_lie_across_the_nodes_are_never_priced_too_low(name, y, x):
     if y * x % 4:
         return
-    stages = [s for s in plans.stages(PLANNED[name], y, x) if len(s.groups[0].members) > 1]
+    stages = [s for s in plans.on_grid(PLANNED[name], y, x) if len(s.groups[0].members) > 1]
     for stage, leg in zip(stages, legs(PLANNED[name], y, x, RACKS_OF_2), strict=True):
         exact = shared_links(stage, RACKS_OF_2)
         slack = 2.5 if leg.phase.wiring == "ring" else 5  # swaps of odd lines are bounded only
@@ -179,7 +179,7 @@ def latency_of(source, destination):
 def test_latency_is_that_of_the_longest_way_through_the_messages(name):
     for y, x in ALIGNED:
         arrived = [0.0] * (y * x)
-        stages = plans.stages(PLANNED[name], y, x)
+        stages = plans.on_grid(PLANNED[name], y, x)
         for stage in stages:
             held = dict(enumerate(arrived))
             messages = stage.messages()

@@ -331,7 +331,7 @@ def run_moves(stages, rank, vector, mail):
 def test_each_rank_can_run_its_moves_at_its_own_pace(plan, grid, length, order):
     vectors = integers(grid[0] * grid[1], length)
     expected = summed(vectors)
-    stages, mail = plans.stages(plan, *grid), defaultdict(list)
+    stages, mail = plans.on_grid(plan, *grid), defaultdict(list)
     running = [run_moves(stages, rank, vector, mail) for rank, vector in enumerate(vectors)]
     for _ in range(1 + len(plans.lower(plan, *grid))):  # after the first, each has a receive
         order.shuffle(running)
@@ -346,7 +346,7 @@ def test_groups_and_slices_are_all_that_a_backend_needs(plan):
     for y, x in GRIDS:
         vectors = integers(y * x, 53)
         expected = summed(vectors)
-        for stage in plans.stages(plan, y, x):
+        for stage in plans.on_grid(plan, y, x):
             for group in stage.groups:
                 collective(stage.phase.op, [vectors[rank] for rank in group.members], group.slice)
         assert vectors == expected

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megabatch.bench.slowest import slowest
 from megabatch.cluster import Cluster
 from megabatch.plans.names import named
-from megabatch.sync.execute import execute
+from megabatch.sync.execute import Pipeline
 
 _SMALL, _FIRST, _LARGEST = 4, 64 << 10, 64 << 20  # bytes of a message
 _LONG_ENOUGH = 0.05  # seconds of a step that measures bandwidth: a slow link need not carry more
@@ -55,7 +55,7 @@ def links(cluster: Cluster) -> dict[str, dict[str, float]]:
     return found
 
 
-def sending(cluster: Cluster) -> dict[str, float] | None:
+def sending(cluster: Cluster, pipeline: Pipeline) -> dict[str, float] | None:
     """What a message and a byte cost the cores, as machine.json has it; None where GPUs compute.
 
     Processor time of all threads, in the mean over the workers: one that waits for a message
@@ -64,7 +64,8 @@ def sending(cluster: Cluster) -> dict[str, float] | None:
     if cluster.device.type != "cpu" or cluster.world == 1:
         return None
     small, large = (
-        _core_seconds(nbytes, sums, cluster) for nbytes, sums in zip(_PIECES, _SUMS, strict=True)
+        _core_seconds(nbytes, sums, cluster, pipeline)
+        for nbytes, sums in zip(_PIECES, _SUMS, strict=True)
     )
     return {
         "message_core_seconds": small,
@@ -73,14 +74,14 @@ def sending(cluster: Cluster) -> dict[str, float] | None:
     }
 
 
-def _core_seconds(nbytes: int, sums: int, cluster: Cluster) -> float:
+def _core_seconds(nbytes: int, sums: int, cluster: Cluster, pipeline: Pipeline) -> float:
     """Of a worker, for sending one message of so many bytes and receiving another."""
     plan, tensor = named("ring", "gloo"), torch.zeros(cluster.world * nbytes // 4)
-    execute(plan, tensor, cluster)  # connects
+    pipeline.sum(plan, tensor)  # connects
     cluster.barrier()
     before = time.process_time()
     for _ in range(sums):
-        execute(plan, tensor, cluster)
+        pipeline.sum(plan, tensor)
     taken = torch.tensor(time.process_time() - before, dtype=torch.float64)
     dist.all_reduce(taken)
     return taken.item() / cluster.world / sums / (2 * (cluster.world - 1))

@@ -33,7 +33,7 @@ from megabatch.plans import PLANS
 from megabatch.plans.names import named
 from megabatch.runs.loggers import environment
 from megabatch.sync.choice import Choice, fastest
-from megabatch.sync.execute import execute
+from megabatch.sync.execute import Pipeline
 from megabatch.verbs.parsing import parse
 
 LIMIT, BACKEND, BEST = "bare TCP ring", "backend", "best plan"
@@ -83,6 +83,7 @@ def measure(flags: SyncFlags) -> dict[str, Any] | None:
     """One worker's part; the first returns the report."""
     torch.set_num_threads(1)
     cluster = Cluster.from_env(flags.grid, flags.device)
+    pipeline = Pipeline(cluster)
     try:
         ring = tcp_ring(cluster)
         via = ["ring", "halving_doubling"] + ["backend"] * (cluster.device.type == "cuda")
@@ -91,7 +92,7 @@ def measure(flags: SyncFlags) -> dict[str, Any] | None:
             LIMIT: lambda tensor: ring(tensor.nbytes),
             BACKEND: dist.all_reduce,
         }
-        calls |= {name: partial(_sum, named(name, "gloo"), cluster) for name in names}
+        calls |= {name: partial(pipeline.sum, named(name, "gloo")) for name in names}
         rows = _measure(calls, flags, cluster)
         # The choice is made by the first worker from what all have measured, then measured itself.
         plans = [row for row in rows if row["plan"] in names]
@@ -99,13 +100,14 @@ def measure(flags: SyncFlags) -> dict[str, Any] | None:
         again: dict[str, Callable[[torch.Tensor], object]] = {
             LIMIT: calls[LIMIT],
             BACKEND: calls[BACKEND],
-            AUTO: partial(_sum_chosen, chosen, cluster, None),
-            AUTO_HALF: partial(_sum_chosen, chosen, cluster, torch.float16),
+            AUTO: partial(_sum_chosen, chosen, pipeline, None),
+            AUTO_HALF: partial(_sum_chosen, chosen, pipeline, torch.float16),
         }
         again |= {_best(plans, size): calls[_best(plans, size)] for size in flags.sizes}
         second = _measure(again, flags, cluster)
-        found, work = links(cluster), sending(cluster)
+        found, work = links(cluster), sending(cluster, pipeline)
     finally:
+        pipeline.close()
         cluster.leave()
     if not cluster.first:
         return None
@@ -121,15 +123,11 @@ def measure(flags: SyncFlags) -> dict[str, Any] | None:
     }
 
 
-def _sum(plan: Any, cluster: Cluster, tensor: torch.Tensor) -> None:
-    execute(plan, tensor, cluster)
-
-
 def _sum_chosen(
-    choice: Choice, cluster: Cluster, wire: torch.dtype | None, tensor: torch.Tensor
+    choice: Choice, pipeline: Pipeline, wire: torch.dtype | None, tensor: torch.Tensor
 ) -> None:
     nbytes = tensor.numel() * (wire or tensor.dtype).itemsize
-    execute(choice.plan(nbytes), tensor, cluster, wire)
+    pipeline.sum(choice.plan(nbytes), tensor, wire)
 
 
 def _measure(

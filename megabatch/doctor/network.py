@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from megabatch.cluster import _LAUNCHERS, _launcher, _place
+from megabatch.cluster import LAUNCHERS, launcher_of, place_by
 from megabatch.doctor import child
 from megabatch.doctor.child import Failed, ask
 from megabatch.doctor.finding import Finding
@@ -82,12 +82,12 @@ def _is_ours(address: str) -> bool:
 
 def check_launcher(environ: Mapping[str, str] = os.environ) -> Finding:
     """Which launcher's worker this process would be, and where it would meet the others."""
-    names = _launcher(environ)
+    names = launcher_of(environ)
     if not names:
         return _no_launcher(environ)
     who = STARTED_BY.get(names[0], names[0])
     try:
-        place = _place(environ)
+        place = place_by(environ)
     except UserError as error:
         return Finding("launcher", "stops", f"{who}, but {error}", remedy="start it again")
     found = f"{who}: worker {place.rank} of {place.world}"
@@ -126,7 +126,7 @@ def _no_launcher(environ: Mapping[str, str]) -> Finding:
         costs = "the job's other machines stay idle"
         remedy = "srun megabatch train ..."
         return Finding("launcher", "limited", f"{found}, inside a Slurm job", costs, remedy)
-    for rank, world, *_ in _LAUNCHERS:
+    for rank, world, *_ in LAUNCHERS:
         there, absent = (rank, world) if rank in environ else (world, rank)
         if there in environ and absent not in environ:
             found = f"{there} is set but {absent} is not, so no launcher is joined"

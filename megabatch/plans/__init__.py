@@ -4,7 +4,7 @@ Read phase, axis, grid, then proof and price; docs/algorithms.md names the paper
 steps and bytes of each plan, and `python -m megabatch.plans` prints its table.
 """
 
-from megabatch.plans.grid import Group, Move, Stage, lower, stages
+from megabatch.plans.grid import GridPhase, Group, Move, lower, on_grid
 from megabatch.plans.message import Message, Slice
 from megabatch.plans.phase import (
     BLUECONNECT,
@@ -28,6 +28,7 @@ __all__ = [
     "RING",
     "THREE_PHASE",
     "TORUS",
+    "GridPhase",
     "Group",
     "Leg",
     "Message",
@@ -35,15 +36,14 @@ __all__ = [
     "Phase",
     "Plan",
     "Slice",
-    "Stage",
     "Tree",
     "Wire",
     "bracketing",
     "check",
     "follows_tree",
     "lower",
+    "on_grid",
     "prove",
-    "stages",
     "table",
     "through",
     "verify",

@@ -34,7 +34,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class GridPhase:
     """A phase and its groups; a rank in none of them waits.
 
     A backend's reduce_scatter leaves piece i of the group's slice with member i, and its all_gather
@@ -76,7 +76,7 @@ class Stage:
         ]
 
 
-def stages(plan: Plan, y: int, x: int) -> list[Stage]:
+def on_grid(plan: Plan, y: int, x: int) -> list[GridPhase]:
     """The phases of a plan on a grid of y rows and x columns."""
     check(plan)
     if y < 1 or x < 1:
@@ -92,7 +92,7 @@ def stages(plan: Plan, y: int, x: int) -> list[Stage]:
             if phase.op != "all_reduce":
                 opened.append((groups, slices))
                 slices = _go_down(phase, groups)
-        result.append(Stage(phase, groups))
+        result.append(GridPhase(phase, groups))
     return result
 
 
@@ -103,8 +103,8 @@ def lower(plan: Plan, y: int, x: int) -> list[Message]:
     one message each way, so a run needs neither a spare copy nor message tags.
     """
     messages: list[Message] = []
-    for stage in stages(plan, y, x):
-        messages += delay(stage.messages(), count_steps(messages[-1:]))
+    for placed in on_grid(plan, y, x):
+        messages += delay(placed.messages(), count_steps(messages[-1:]))
     return messages
 
 

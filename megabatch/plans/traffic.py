@@ -11,7 +11,7 @@ from math import lcm
 from typing import NamedTuple
 
 from megabatch.plans.axis import exchange
-from megabatch.plans.grid import stages
+from megabatch.plans.grid import on_grid
 from megabatch.plans.message import count_steps
 from megabatch.plans.phase import PLANS, RING, Op, Phase, Plan, Wiring, through
 
@@ -47,16 +47,16 @@ def wire(plan: Plan, nbytes: int, y: int, x: int) -> Wire:
     """Price a plan; groups of one size are counted once, so thousands of ranks are no trouble."""
     sent = [Fraction(0)] * (y * x)
     legs = []
-    for stage in stages(plan, y, x):
+    for placed in on_grid(plan, y, x):
         steps, lock_step = 0, Fraction(0)
-        for group in stage.groups:
-            traffic = _traffic(stage.phase.op, stage.phase.wiring, len(group.members))
+        for group in placed.groups:
+            traffic = _traffic(placed.phase.op, placed.phase.wiring, len(group.members))
             group_bytes = nbytes * group.slice.share
             for rank, share in zip(group.members, traffic.sent, strict=True):
                 sent[rank] += share * group_bytes
             steps = max(steps, traffic.steps)
             lock_step = max(lock_step, traffic.lock_step * group_bytes)
-        legs.append(Leg(stage.phase, steps, lock_step))
+        legs.append(Leg(placed.phase, steps, lock_step))
     return Wire(tuple(sent), tuple(legs))
 
 

@@ -1,37 +1,39 @@
 """GradSync: our plans for anyone's DistributedDataParallel, as a communication hook.
 
 DDP fills its buckets and overlaps them with backward as always; each bucket is then summed by the
-same pipeline that runs a plan anywhere else (execute.py).
+same sender that the trainer uses (senders.py).
 """
 
-import itertools
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.cluster import Cluster
+from megabatch.errors import UserError
 from megabatch.plans import Plan
-from megabatch.sync.choice import HYBRID, choose
-from megabatch.sync.execute import LANES, SEGMENT_BYTES, WIRES, Pipeline
-from megabatch.sync.heartbeat import Disagreement, Heartbeat, compare
-
-_instances = itertools.count()
+from megabatch.sync.choice import HYBRID
+from megabatch.sync.execute import LANES, SEGMENT_BYTES
+from megabatch.sync.senders import Planned
 
 
 class GradSync:
-    """Sums DDP's gradient buckets by a plan; attach() once, before the first backward.
+    """Sums a DDP module's gradient buckets by a plan; attach() once, before the first backward.
 
-    `plan` is a name ("torus", "torus:halving_doubling"), phases, "hybrid" (by `thresholds`, see
-    choice.py) or "auto" (by what `megabatch bench sync` wrote to `machine`; rank 0's copy decides).
-    A half `wire` halves the traffic: see segment.py for what it rounds and why it does not
-    overflow. Bucket sizes are DDP's own (bucket_cap_mb). A rank that dies or hangs ends the others
-    as heartbeat.py says; `silent_seconds` None turns that off.
+    Every worker makes it, in the same order as its others; a module has one of its own. `plan` is a
+    name ("torus", "torus:halving_doubling"), phases, "hybrid" (by `thresholds`, see choice.py) or
+    "auto" (by what `megabatch bench sync` wrote to `machine`; rank 0's copy decides). A half `wire`
+    halves the traffic: see segment.py for what it rounds and why it does not overflow. Bucket sizes
+    are DDP's own (bucket_cap_mb). A rank that dies or hangs ends the others as heartbeat.py says;
+    `silent_seconds` None turns that off. After close() (or `with`) the module sums by DDP's own
+    all-reduce again, and another GradSync may be attached.
     """
 
     def __init__(
@@ -47,68 +49,122 @@ class GradSync:
         silent_seconds: float | None = 60,
         late_seconds: float = 600,
     ) -> None:
-        self._cluster, self._wire = cluster, WIRES[wire]
-        backend = "nccl" if cluster.device.type == "cuda" else "gloo"
-        self.choice = cluster.agree(
-            lambda: choose(plan, backend, thresholds=thresholds, machine=machine, grid=cluster.grid)
+        self._cluster = cluster
+        self._sender = Planned(
+            cluster,
+            plan,
+            wire,
+            what=f"a GradSync of {lanes} lanes on a grid of {cluster.grid[0]} x {cluster.grid[1]}",
+            thresholds=thresholds,
+            machine=machine,
+            lanes=lanes,
+            segment_bytes=segment_bytes,
+            silent_seconds=silent_seconds,
+            late_seconds=late_seconds,
         )
-        self._heartbeat: Heartbeat | None = None
-        told: dict[str, Any] = {}
-        if silent_seconds is not None and cluster.world > 1:
-            self._heartbeat = Heartbeat(cluster, silent_seconds, late_seconds)
-            told = {"on_phase": self._heartbeat.at, "on_error": self._heartbeat.failed}
-        self._pipeline = Pipeline(cluster, lanes, segment_bytes, **told)
         self._side = torch.cuda.Stream(cluster.device) if cluster.device.type == "cuda" else None
-        self._compared: dict[int, str] = {}
-        number = next(_instances)  # the same on every rank
-        self._keys = (f"{number}/{count}" for count in itertools.count())
-        self.steps = 0  # backward passes whose gradients were summed
+        self._hook: _Hook | None = None
+        self.choice = self._sender.choice
+
+    @property
+    def steps(self) -> int:
+        """Backward passes whose gradients were summed."""
+        return self._sender.steps
+
+    def __enter__(self) -> "GradSync":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def attach(self, model: DistributedDataParallel) -> DistributedDataParallel:
         """Make DDP sum its gradients by the plan; returns the model."""
-        model.register_comm_hook(None, self._hook)
+        self._check(model)
+        # DDP takes a hook once and for ever: one that we put there is used again.
+        hooks = [state for _, state in model._comm_hooks if isinstance(state, _Hook)]
+        if not hooks:
+            hook = _Hook(model.process_group)
+            try:
+                model.register_comm_hook(hook, _Hook.reduce)
+            except RuntimeError as error:
+                model._comm_hooks.pop()  # it was put there all the same
+                raise UserError(
+                    f"this module cannot take the plan's hook, as it has one already: "
+                    f"{str(error).splitlines()[0]}"
+                ) from error
+            hooks = [hook]
+        if hooks[0].sync is not None:
+            raise UserError("this module has a GradSync already: close() that one first")
+        self._hook = hooks[0]
+        self._hook.sync = self
         return model
 
-    def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def close(self) -> None:
+        """End lanes, process groups and heartbeat, and give the module back to DDP's own
+        all-reduce; every worker between the same two steps."""
+        if self._hook is not None:
+            self._hook.sync = None
+        self._sender.close()
+
+    def _check(self, model: DistributedDataParallel) -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise UserError(
+                f"attach takes a DistributedDataParallel module, not {type(model).__name__}: wrap "
+                f"the net in it first, and compile the net, not the wrapper"
+            )
+        if self._hook is not None:
+            raise UserError("this GradSync is attached already: a module has one of its own")
+        cluster = self._cluster
+        theirs = dist.get_process_group_ranks(model.process_group)
+        ours = (
+            dist.get_process_group_ranks(cluster.process_group())
+            if cluster.world > 1
+            else [dist.get_rank()]
+        )
+        if theirs != ours:
+            raise UserError(
+                f"this module sums over workers {_ranks(theirs)}, but the cluster has workers "
+                f"{_ranks(ours)}: make the cluster when torch.distributed is initialised, by "
+                f"Cluster.from_env(group=...) where the module has a process_group of its own"
+            )
+        devices = {p.device for p in model.parameters() if p.requires_grad}
+        if devices - {cluster.device}:
+            places = " and ".join(sorted(map(str, devices)))
+            raise UserError(f"this module is on {places}, but the cluster on {cluster.device}")
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The mean of one bucket over all workers, in the future."""
-        flat, index = bucket.buffer(), bucket.index()
-        if index == 0:
-            self.steps += 1
-            if self._heartbeat:
-                self._heartbeat.step(self.steps)
-        plan = self.choice.plan(flat.numel() * (self._wire or flat.dtype).itemsize)
-        self._compare(
-            index,
-            f"bucket {index} has {flat.numel()} x {flat.dtype}, on the wire "
-            f"{self._wire or flat.dtype}, by {' then '.join(map(str, plan))}",
-        )
-        pending = self._pipeline.submit(
-            plan, flat, wire=self._wire, divide=self._cluster.world, bucket=index
-        )
-        if self._heartbeat:
-            self._heartbeat.expect(pending)
+        flat = bucket.buffer()
+        if flat.layout != torch.strided:
+            raise UserError(
+                "plans sum dense gradients, and this module has sparse ones (an embedding with "
+                "sparse=True): make them dense, or leave the module to DDP"
+            )
+        reduction = self._sender.send(flat, bucket.index(), divide=self._cluster.world)
         if self._side is not None:
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device])
             self._side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._side):
-                pending.wait()
+                reduction.wait()
                 future.set_result(flat)  # ready when the side stream is
             return future
         done: torch.futures.Future[BaseException | None] = torch.futures.Future()
-        pending.then(done.set_result)
+        reduction.then(done.set_result)
         return done.then(partial(_result, flat))
 
-    def _compare(self, index: int, said: str) -> None:
-        """Each bucket once, and again when DDP has built its buckets anew."""
-        if self._compared.get(index) == said:
-            return
-        self._compared[index] = said
-        try:
-            compare(self._cluster, next(self._keys), said)
-        except Disagreement as error:
-            if self._heartbeat:
-                self._heartbeat.accuse(str(error))
-            raise
+
+class _Hook:
+    """What DDP calls for each bucket, for as long as the module lives: the GradSync that is
+    attached, or DDP's own all-reduce."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.sync: GradSync | None = None
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if self.sync is None:
+            return allreduce_hook(self._group, bucket)
+        return self.sync.reduce(bucket)
 
 
 def _result(flat: Tensor, done: torch.futures.Future[BaseException | None]) -> Tensor:
@@ -117,3 +173,7 @@ def _result(flat: Tensor, done: torch.futures.Future[BaseException | None]) -> T
     if error is not None:
         raise error
     return flat
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

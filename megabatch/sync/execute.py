@@ -7,9 +7,9 @@ segment crosses the rows while another crosses the columns (the plans are those 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from functools import cache, partial
-from itertools import groupby
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.cluster import Cluster
-from megabatch.plans import Move, Phase, Plan, stages
+from megabatch.errors import UserError
+from megabatch.plans import Plan, on_grid
 from megabatch.plans.message import piece
-from megabatch.plans.phase import CLOSES
-from megabatch.sync.lanes import OnError, Part, Pending, Step, StreamLane, ThreadLane
+from megabatch.sync.lanes import Closed, OnError, Reduction, StreamLane, ThreadLane
+from megabatch.sync.meeting import Meeting
+from megabatch.sync.program import RankPhase, program
 from megabatch.sync.segment import Segment
 
 # Larger segments leave the network idle at both ends of a tensor, smaller ones pay more for each
 # message; a lane more than there are phases on the wire hides the turn-round of a step.
 SEGMENT_BYTES = 2 << 20
 LANES = 3
+_MOST_LANES = 16
 
 WIRES: dict[str, torch.dtype | None] = {
     "fp32": None,  # gradients travel as they are
@@ -39,27 +42,22 @@ def execute(plan: Plan, tensor: Tensor, cluster: Cluster, wire: torch.dtype | No
     """Sum a tensor over all workers, in place. Every worker calls it, in the same order.
 
     Half tensors, and any tensor with a half `wire`, are added in fp32 and rounded on the way. On
-    CUDA the present stream waits for the sum, not the host.
+    CUDA the present stream waits for the sum, not the host. Lanes are made for this one sum; who
+    has many keeps a Pipeline.
     """
-    flat = tensor.reshape(-1)
-    pipeline_of(cluster).submit(plan, flat, wire=wire).wait()
-    if not tensor.is_contiguous():
-        tensor.copy_(flat.view_as(tensor))
-
-
-@cache
-def pipeline_of(cluster: Cluster) -> Pipeline:
-    """The pipeline that execute() uses: one a cluster."""
-    return Pipeline(cluster)
+    with Pipeline(cluster) as pipeline:
+        pipeline.sum(plan, tensor, wire)
 
 
 class Pipeline:
     """Sums of many tensors, in order of submission, in a few lanes that work side by side.
 
-    Segment j of all that was ever submitted goes through lane j mod `lanes`, so every worker must
-    submit the same lengths in the same order. From a lane's thread, `on_phase(bucket, phase)` is
-    told what is about to be done, and `on_error(pending, error)` what went wrong; it must end the
-    pending sum.
+    Every worker makes it, in the same order as its other pipelines: they then agree on a number of
+    their own, so that no two pipelines mix their messages (`number` is that of a meeting that was
+    held already). Segment j of all that was ever submitted goes through lane j mod `lanes`, so
+    every worker must submit the same lengths in the same order. From a lane's thread,
+    `on_phase(bucket, phase)` is told what is about to be done, and `on_error(reduction, error)`
+    what went wrong; it must end the reduction.
     """
 
     def __init__(
@@ -69,15 +67,54 @@ class Pipeline:
         segment_bytes: int = SEGMENT_BYTES,
         on_phase: Callable[[int, str], None] | None = None,
         on_error: OnError | None = None,
+        number: int | None = None,
     ) -> None:
+        if not 1 <= lanes <= _MOST_LANES:
+            raise UserError(f"there are 1 to {_MOST_LANES} lanes, not {lanes}")
         self._cluster, self._segment_bytes, self._on_phase = cluster, segment_bytes, on_phase
+        if number is None:
+            what = f"a pipeline of {lanes} lanes and segments of {segment_bytes} bytes"
+            number = Meeting(cluster, what).number
+        self._number = number
         self._groups: dict[tuple[int, tuple[int, ...]], Any] = {}
         self._ready: set[Plan] = set()
         self._submitted = 0
+        self._closed = False
         kind = StreamLane if cluster.device.type == "cuda" else ThreadLane
         self._lanes = [
-            kind(index, cluster.device, on_error or Pending.end) for index in range(lanes)
+            kind(cluster.device, cluster.group, on_error or Reduction.end) for _ in range(lanes)
         ]
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End lanes and process groups; each worker when it likes, after its sums are there."""
+        if self._closed:
+            return
+        self._closed = True
+        for lane in self._lanes:
+            lane.close()
+        for group in self._groups.values():
+            # Who has ended torch's process groups has ended these.
+            with contextlib.suppress(ValueError, AssertionError):
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def sum(self, plan: Plan, tensor: Tensor, wire: torch.dtype | None = None) -> None:
+        """Sum a tensor of any shape over all workers, in place; returns when the sum is there."""
+        layout = zip(tensor.shape, tensor.stride(), strict=True)
+        if any(size > 1 and not stride for size, stride in layout):
+            raise UserError(
+                "elements of this tensor share memory (it was expanded): sum what it was made of"
+            )
+        dense = tensor.contiguous()
+        self.submit(plan, dense.view(-1), wire=wire).wait()
+        if dense is not tensor:
+            tensor.copy_(dense)
 
     def submit(
         self,
@@ -87,47 +124,77 @@ class Pipeline:
         wire: torch.dtype | None = None,
         divide: float = 1,
         bucket: int = 0,
-    ) -> Pending:
+        step: int = 0,
+    ) -> Reduction:
         """Begin to sum a flat tensor over all workers, in place, and divide the sum at the end.
 
-        The tensor must be left alone until the sum is there.
+        The tensor must be left alone until the sum is there. Workers that are at different buckets
+        or steps wait for each other; they never add what does not belong together.
         """
-        if plan not in self._ready:
-            self._make_groups(plan)
-        parts = program(plan, *self._cluster.grid, self._cluster.rank)
+        if self._closed:
+            raise Closed("this pipeline is closed")
+        if flat.layout != torch.strided or flat.dim() != 1 or not flat.is_contiguous():
+            raise UserError(
+                f"a pipeline takes flat tensors whose elements lie side by side, not one of shape "
+                f"{tuple(flat.shape)}: Pipeline.sum and execute take any"
+            )
+        if flat.device != self._cluster.device:
+            raise UserError(
+                f"the tensor is on {flat.device}, but this worker of the cluster on "
+                f"{self._cluster.device}"
+            )
+        self.prepare(plan)
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).view(-1)
+        phases = program(plan, *self._cluster.grid, self._cluster.rank)
         count = max(1, -(-len(flat) * (wire or flat.dtype).itemsize // self._segment_bytes))
-        pending = Pending(count)
+        reduction = Reduction(count)
         for index in range(count):
             first, last = piece(index, count).bounds(len(flat))
-            lane = self._lanes[self._submitted % len(self._lanes)]
+            lane = self._submitted % len(self._lanes)
             self._submitted += 1
-            groups = [self._group(lane.index, part) for part in parts]
-            lane.run(
-                partial(self._walk, flat[first:last], wire, parts, groups, divide, bucket), pending
+            walk = partial(
+                self._walk,
+                flat[first:last],
+                wire,
+                phases,
+                [self._group(lane, phase) for phase in phases],
+                divide,
+                bucket,
+                _tag(self._number, lane, step, bucket),
             )
-        return pending
+            self._lanes[lane].run(walk, reduction)
+        return reduction
+
+    def prepare(self, plan: Plan) -> None:
+        """Make what a plan needs before its first sum; all workers do so in the same order."""
+        if plan not in self._ready:
+            self._make_groups(plan)
+            self._ready.add(plan)
 
     def _walk(
         self,
         flat: Tensor,
         wire: torch.dtype | None,
-        parts: tuple[Part, ...],
+        phases: tuple[RankPhase, ...],
         groups: list[Any],
         divide: float,
         bucket: int,
+        tag: int,
         lane: ThreadLane | StreamLane,
     ) -> None:
         """Take one segment through all phases."""
-        segment = Segment(flat, wire, lane.scratch)
-        lane.begin(parts, segment)
-        for part, group in zip(parts, groups, strict=True):
+        lane.tag = tag
+        segment = Segment(flat, wire, lane.buffers)
+        lane.begin(phases, segment)
+        for (phase, members, sums, exchanges), group in zip(phases, groups, strict=True):
             if self._on_phase is not None:
-                self._on_phase(bucket, str(part.phase))
-            if part.steps is None:
-                segment.collective(part.phase.op, part.group, part.sums, group)
+                self._on_phase(bucket, str(phase))
+            if exchanges is None:
+                segment.collective(phase.op, members, self._cluster.rank, sums, group)
             else:
-                for step in part.steps:
-                    lane.exchange(step, segment, group)
+                for exchange in exchanges:
+                    lane.exchange(exchange, segment, group)
                 lane.end_phase()
         segment.finish(divide)
 
@@ -139,13 +206,18 @@ class Pipeline:
         cluster = self._cluster
         wanted = [
             group.members
-            for stage in stages(plan, *cluster.grid)
-            if stage.phase.via == "backend"
-            for group in stage.groups
+            for placed in on_grid(plan, *cluster.grid)
+            if placed.phase.via == "backend"
+            for group in placed.groups
             if len(group.members) > 1
         ]
         if cluster.device.type == "cuda":
             wanted.append(tuple(range(cluster.world)))
+        if wanted and cluster.group is not None:
+            raise UserError(
+                "in a group of some of the workers a plan goes over gloo by a wiring of its own, "
+                "as torus:ring; the backend's own collectives and NCCL want all workers"
+            )
         for members in dict.fromkeys(wanted):
             for lane in range(len(self._lanes)):
                 if (lane, members) in self._groups:
@@ -154,36 +226,14 @@ class Pipeline:
                 if cluster.device.type == "cuda" and cluster.rank in members:
                     # NCCL wants all members at a group's first use; sends may not bring them all.
                     dist.all_reduce(torch.zeros(1, device=cluster.device), group=group)
-        self._ready.add(plan)
 
-    def _group(self, lane: int, part: Part) -> Any:
-        if part.steps is None:
-            return self._groups[lane, part.group.members]
+    def _group(self, lane: int, phase: RankPhase) -> Any:
+        if phase.exchanges is None:
+            return self._groups[lane, phase.group.members]
         return self._groups.get((lane, tuple(range(self._cluster.world))))
 
 
-@cache
-def program(plan: Plan, y: int, x: int, rank: int) -> tuple[Part, ...]:
-    """What one rank does for a plan on a grid of y rows and x columns, phase by phase."""
-    sums, parts = 1, []
-    for stage in stages(plan, y, x):
-        group, members = stage.group_of(rank), len(stage.groups[0].members)
-        whole = sums if stage.phase.op in CLOSES else sums * members
-        if group is not None and members > 1:
-            steps = None
-            if stage.phase.via != "backend":
-                together = groupby(stage.moves(rank), lambda move: move.step)
-                steps = tuple(_step(list(moves), stage.phase, sums, whole) for _, moves in together)
-            parts.append(Part(stage.phase, group, sums, steps))
-        sums = whole
-    return tuple(parts)
-
-
-def _step(moves: list[Move], phase: Phase, sums: int, whole: int) -> Step:
-    # A ring's partial sum grows by a member a step, halving's doubles at most.
-    grown = moves[0].step + 1 if phase.wiring == "ring" else 1 << moves[0].step
-    return Step(
-        tuple(move for move in moves if move.action == "send"),
-        tuple(move for move in moves if move.action == "receive"),
-        whole if moves[0].op == "copy" else min(sums * grown, whole),
-    )
+def _tag(number: int, lane: int, step: int, bucket: int) -> int:
+    """What keeps the messages of a lane apart from those of other lanes, pipelines, steps and
+    buckets, and from those that the user sends in the same group under small tags."""
+    return (1 + number % (1 << 14)) << 16 | lane << 12 | (step << 6) + bucket & 0xFFF

@@ -7,29 +7,26 @@ read all of them, name the rank furthest behind and end; nothing waits for ever.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
 import time
-from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from megabatch.cluster import Cluster
-from megabatch.sync.lanes import Pending
+from megabatch.sync.lanes import Closed, Reduction
+
+_PATIENCE_SECONDS = 1.0
+_CLOSED = "closed"
 
 
 class Stalled(RuntimeError):
     """A sum over the workers will not come; the message names the rank furthest behind."""
 
 
-class Disagreement(RuntimeError):
-    """Two ranks are about to sum different things; the message says which and what."""
-
-
-class Place(NamedTuple):
-    """How far a rank is. Places compare: later in a run is larger."""
+class Progress(NamedTuple):
+    """How far a rank is. They compare: later in a run is larger."""
 
     step: int
     bucket: int
@@ -47,25 +44,25 @@ class Heartbeat:
     A rank whose pulse stands still for `silent_seconds` is dead or stopped; one that lives but lets
     the others wait for `late_seconds` is stuck. Either ends all ranks: the sums that wait for it
     raise Stalled within twice silent_seconds (or late_seconds, and an eighth of silent_seconds),
-    and a process that is not over silent_seconds later is ended by force, with status 1.
+    and a process that is not over silent_seconds later is ended by force, with status 1. `store`
+    holds keys of this heartbeat alone.
     """
 
     def __init__(
         self,
         cluster: Cluster,
+        store: Any,
         silent_seconds: float = 60,
         late_seconds: float = 600,
-        store: Any = None,
     ) -> None:
         self._rank, self._world = cluster.rank, cluster.world
         self._silent, self._late = silent_seconds, late_seconds
-        shared: Any = store or dist.distributed_c10d._get_default_store()
         # A connection of its own: another thread may be waiting in the shared one.
-        self._store = _within("heartbeat", shared.clone())
+        self._store = store.clone()
         self._interval = silent_seconds / 8
-        self._place = Place(0, 0, 0, "starting")
+        self._progress = Progress(0, 0, 0, "starting")
         self._count = 0
-        self._waiting: dict[Pending, float] = {}
+        self._waiting: dict[Reduction, float] = {}
         self._suspect: BaseException | None = None
         self._suspected_at = 0.0
         self._heard: dict[int, tuple[int, float]] = {}
@@ -79,41 +76,59 @@ class Heartbeat:
 
     def step(self, step: int) -> None:
         """A new step begins."""
-        self._place = Place(step, 0, self._place.order, "computing")
+        self._progress = Progress(step, 0, self._progress.order, "computing")
 
     def at(self, bucket: int, phase: str) -> None:
         """A phase of a bucket begins; called from lanes, which may be at several buckets."""
-        last = self._place
-        self._place = Place(last.step, bucket, last.order + 1, phase)
+        last = self._progress
+        self._progress = Progress(last.step, bucket, last.order + 1, phase)
 
-    def expect(self, pending: Pending) -> None:
+    def expect(self, reduction: Reduction) -> None:
         """Watch over a sum: it ends well, or with Stalled."""
         with self._lock:
-            self._waiting[pending] = time.monotonic()
-        pending.then(lambda error: self._forget(pending))
+            self._waiting[reduction] = time.monotonic()
+        reduction.then(lambda error: self._forget(reduction))
         if self._over is not None:
-            pending.end(self._over)
+            reduction.end(self._over)
 
-    def failed(self, pending: Pending, error: BaseException) -> None:
+    def failed(self, reduction: Reduction, error: BaseException) -> None:
         """A lane saw an error; the sum ends when it is known whose fault it is."""
         with self._lock:
             if self._suspect is None:
                 self._suspect, self._suspected_at = error, time.monotonic()
-        if pending not in self._waiting:
-            pending.end(error)
+        if reduction not in self._waiting:
+            reduction.end(error)
 
     def accuse(self, message: str) -> str:
         """Tell all ranks that the run is over, and why; the first to say so is believed."""
         return str(self._store.compare_set("verdict", "", message).decode())
 
-    def close(self) -> None:
-        self._closing.set()
-        if self._over is None:
-            self._thread.join(self._interval + 1)
+    def __enter__(self) -> Heartbeat:
+        return self
 
-    def _forget(self, pending: Pending) -> None:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Watch no more, and let the others know; sums that are still waited for end here."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        atexit.unregister(self.close)
+        if self._over is not None:
+            return  # the process is about to end
+        self._thread.join(self._interval + _PATIENCE_SECONDS)
+        self._end_all(Closed("closed before this sum was there"))
+        if self._thread.is_alive():  # the store does not answer
+            return
+        self._progress = self._progress._replace(phase=_CLOSED)
+        with contextlib.suppress(Exception):  # the first to leave may take the store along
+            self._pulse()
+        del self._store  # the connection
+
+    def _forget(self, reduction: Reduction) -> None:
         with self._lock:
-            self._waiting.pop(pending, None)
+            self._waiting.pop(reduction, None)
 
     def _watch(self) -> None:
         while not self._closing.wait(self._interval):
@@ -125,12 +140,12 @@ class Heartbeat:
                     return
                 verdict = f"the ranks can no longer meet: the store does not answer ({error})"
             if verdict is not None:
-                self._end(f"{verdict}; rank {self._rank} was at {self._place}")
+                self._end(f"{verdict}; rank {self._rank} was at {self._progress}")
                 return
 
     def _pulse(self) -> None:
         self._count += 1
-        step, bucket, order, phase = self._place
+        step, bucket, order, phase = self._progress
         self._store.set(f"{self._rank}", f"{self._count} {step} {bucket} {order} {phase}")
 
     def _verdict(self) -> str | None:
@@ -144,35 +159,39 @@ class Heartbeat:
         waited = time.monotonic() - since
         if waited < self._silent / 2 and self._suspect is None:
             return None
-        silent, places = self._listen()
+        silent, progress = self._listen()
+        closed = [rank for rank in progress if progress[rank].phase == _CLOSED]
+        if closed:
+            step = progress[closed[0]].step
+            return self.accuse(f"rank {closed[0]} closed its end at step {step}, others go on")
         if self._suspect and not silent:
             unexplained = time.monotonic() - self._suspected_at > 2 * self._silent
             error = f"rank {self._rank} met an error though all ranks live: {self._suspect}"
             return self.accuse(error) if unexplained else None
         if not silent and waited < self._late:
             return None
-        behind = min(silent or places, key=lambda rank: places[rank])
+        behind = min(silent or progress, key=lambda rank: progress[rank])
         says = (
             f"has been silent for {self._silent:g} s (dead or stopped)"
             if silent
             else f"lives but let the others wait for {self._late:g} s"
         )
         because = f"; the first error seen was: {self._suspect}" if self._suspect else ""
-        return self.accuse(f"rank {behind} {says}, last at {places[behind]}{because}")
+        return self.accuse(f"rank {behind} {says}, last at {progress[behind]}{because}")
 
-    def _listen(self) -> tuple[list[int], dict[int, Place]]:
+    def _listen(self) -> tuple[list[int], dict[int, Progress]]:
         """The ranks whose pulse stands still, and where each rank is."""
         others = [rank for rank in range(self._world) if rank != self._rank]
         keys = [str(rank) for rank in others]
         beats = self._store.multi_get(keys) if self._store.check(keys) else map(self._beat, keys)
-        now, places = time.monotonic(), {self._rank: self._place}
+        now, progress = time.monotonic(), {self._rank: self._progress}
         for rank, beat in zip(others, beats, strict=True):
             count, step, bucket, order, phase = beat.decode().split(" ", 4)
-            places[rank] = Place(int(step), int(bucket), int(order), phase)
+            progress[rank] = Progress(int(step), int(bucket), int(order), phase)
             if self._heard.get(rank, (None,))[0] != int(count):
                 self._heard[rank] = (int(count), now)
         silent = [rank for rank in others if now - self._heard[rank][1] >= self._silent]
-        return silent, places
+        return silent, progress
 
     def _beat(self, key: str) -> bytes:
         return self._store.get(key) if self._store.check([key]) else b"0 0 0 0 not yet started"
@@ -180,34 +199,13 @@ class Heartbeat:
     def _end(self, message: str) -> None:
         self._over = Stalled(message)
         print(f"megabatch: rank {self._rank} stops: {message}", file=sys.stderr, flush=True)
-        with self._lock:
-            waiting = list(self._waiting)
-        for pending in waiting:
-            pending.end(self._over)
+        self._end_all(self._over)
         # Lanes may wait in the backend for ever, and so may the interpreter when it ends.
         time.sleep(self._silent)
         os._exit(1)
 
-
-def compare(cluster: Cluster, key: str, said: str, seconds: float = 60) -> None:
-    """Raise Disagreement unless this rank says what rank 0 says; each key is compared once."""
-    if cluster.world == 1:
-        return
-    store = _within("compare", dist.distributed_c10d._get_default_store())
-    if cluster.first:
-        store.set(key, said)
-        return
-    try:
-        store.wait([key], timedelta(seconds=seconds))
-    except Exception as error:
-        raise Disagreement(
-            f"rank {cluster.rank} says {said}, but rank 0 said nothing in {seconds:g} s"
-        ) from error
-    first = store.get(key).decode()
-    if first != said:
-        raise Disagreement(f"rank {cluster.rank} says {said}, but rank 0 says {first}")
-
-
-def _within(name: str, store: Any) -> Any:
-    """A part of the store for keys of our own."""
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    def _end_all(self, error: BaseException) -> None:
+        with self._lock:
+            waiting = list(self._waiting)
+        for reduction in waiting:
+            reduction.end(error)

@@ -12,43 +12,32 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.plans import Group, Move, Phase
-from megabatch.sync.segment import Scratch, Segment
+from megabatch.plans import Move
+from megabatch.sync.program import Exchange, RankPhase
+from megabatch.sync.segment import Buffers, Segment
 
 _PATIENCE_SECONDS = 2.0
-_TAG = 7 << 16  # apart from sends that the user makes in the same group
 
-
-class Step(NamedTuple):
-    """What one rank sends and receives at once; `sums` is the most ranks that a message counts."""
-
-    sends: tuple[Move, ...]
-    receives: tuple[Move, ...]
-    sums: int
-
-
-class Part(NamedTuple):
-    """One rank's part in a phase; steps are None where the backend does it."""
-
-    phase: Phase
-    group: Group
-    sums: int
-    """ranks that each member's slice counts when the phase begins"""
-    steps: tuple[Step, ...] | None
-
+# Messages of lanes that failed. gloo may still write into their memory, and a message that is let
+# go of unfinished hangs or aborts the process.
+_unfinished: list[Any] = []
 
 Walk = Callable[["ThreadLane | StreamLane"], None]
-OnError = Callable[["Pending", BaseException], None]
+OnError = Callable[["Reduction", BaseException], None]
+
+
+class Closed(RuntimeError):
+    """A sum was asked of what is closed, or was closed before the sum was there."""
 
 
 @dataclass(eq=False)
-class Pending:
+class Reduction:
     """A sum on its way: `segments` of it are still to be done."""
 
     segments: int
@@ -95,52 +84,71 @@ class Pending:
 
 
 class ThreadLane:
-    """A lane on CPU: a thread of its own, sends over gloo kept apart by a tag of its own."""
+    """A lane on CPU: a thread of its own. Messages go over gloo, in the workers' own group: `tag`
+    keeps them apart from those of all other lanes."""
 
-    def __init__(self, index: int, device: torch.device, on_error: OnError) -> None:
-        self.index, self._on_error = index, on_error
-        self.scratch = Scratch(device)
-        self._work: SimpleQueue[tuple[Walk, Pending] | None] = SimpleQueue()
+    def __init__(self, device: torch.device, group: Any, on_error: OnError) -> None:
+        self._group, self._on_error = group, on_error
+        self.buffers = Buffers(device)
+        self.tag = 0
+        self._work: SimpleQueue[tuple[Walk, Reduction] | None] = SimpleQueue()
+        self._current: Reduction | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
         self._expected: deque[list[tuple[Move, Tensor, Any]]] = deque()
         self._sent: list[Any] = []
         # A daemon: after a fault it may wait for ever, and the process must still end. Otherwise it
-        # ends before the interpreter does, which would cut it off inside torch and abort.
-        self._thread = threading.Thread(target=self._serve, name=f"lane {index}", daemon=True)
+        # ends before the interpreter does, which would cut it off inside torch and abort: by its
+        # owner's close(), and where there was none, at the interpreter's end.
+        self._thread = threading.Thread(target=self._serve, name="lane", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
-    def run(self, walk: Walk, pending: Pending) -> None:
-        self._work.put((walk, pending))
+    def run(self, walk: Walk, reduction: Reduction) -> None:
+        self._work.put((walk, reduction))
 
     def close(self) -> None:
+        """End the thread when it has done what it was given. What it cannot do, because another
+        worker does not come, ends with Closed; the thread then waits as long as gloo does."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
         self._work.put(None)
         self._thread.join(_PATIENCE_SECONDS)
+        if self._thread.is_alive():
+            self._failure = Closed("closed before this sum was there")
+            if (current := self._current) is not None:
+                current.end(self._failure)
+        self.buffers.free()
 
-    def begin(self, parts: tuple[Part, ...], segment: Segment) -> None:
+    def begin(self, phases: tuple[RankPhase, ...], segment: Segment) -> None:
         """Post all receives of a segment.
 
         A message that replaces a part of the sum may arrive early: it holds what this rank sent of
         that part, so it cannot come before that was read.
         """
         self._expected.clear()
-        for step in (step for part in parts for step in part.steps or ()):
-            arriving = [(move, segment.incoming(move)) for move in step.receives]
+        for exchange in (exchange for phase in phases for exchange in phase.exchanges or ()):
+            arriving = [(move, segment.incoming(move)) for move in exchange.receives]
             self._expected.append(
                 [
-                    (move, room, dist.irecv(room, move.peer, tag=_TAG + self.index))
-                    for move, room in arriving
-                    if room is not None
+                    (move, buffer, self._receive(buffer, move.peer))
+                    for move, buffer in arriving
+                    if buffer is not None
                 ]
             )
 
-    def exchange(self, step: Step, segment: Segment, group: Any) -> None:
-        for move in step.sends:
-            message = segment.outgoing(move, step.sums)
+    def exchange(self, exchange: Exchange, segment: Segment, group: Any) -> None:
+        for move in exchange.sends:
+            message = segment.outgoing(move, exchange.sums)
             if message is not None:
-                self._sent.append(dist.isend(message, move.peer, tag=_TAG + self.index))
+                self._sent.append(
+                    dist.isend(message, group=self._group, group_dst=move.peer, tag=self.tag)
+                )
         for move, message, coming in self._expected.popleft():
             coming.wait()
-            segment.receive(move, message, step.sums)
+            segment.receive(move, message, exchange.sums)
 
     def end_phase(self) -> None:
         """The next phase may add to what was sent in this one."""
@@ -148,16 +156,31 @@ class ThreadLane:
             sent.wait()
         self._sent = []
 
+    def _receive(self, buffer: Tensor, peer: int) -> Any:
+        return dist.irecv(buffer, group=self._group, group_src=peer, tag=self.tag)
+
     def _serve(self) -> None:
         with torch.no_grad():
             while (work := self._work.get()) is not None:
-                walk, pending = work
+                walk, self._current = work
                 try:
+                    if self._failure is not None:
+                        raise self._failure
                     walk(self)
                 except BaseException as error:
-                    self._on_error(pending, error)
+                    self._fail(error)
+                    self._on_error(self._current, error)
                 else:
-                    pending.one_done()
+                    self._current.one_done()
+                self._current = None
+                del walk, work  # and with them the tensor
+
+    def _fail(self, error: BaseException) -> None:
+        """Messages may be on their way that nobody will take: this lane can sum no more."""
+        if self._failure is None:
+            self._failure = error
+        _unfinished.extend((self._expected, self._sent, self.buffers))
+        self._expected, self._sent = deque(), []
 
 
 class StreamLane:
@@ -166,27 +189,31 @@ class StreamLane:
     Errors are raised where the segment is submitted, or reported by NCCL's own watchdog.
     """
 
-    def __init__(self, index: int, device: torch.device, on_error: OnError) -> None:
-        self.index = index
+    def __init__(self, device: torch.device, group: Any, on_error: OnError) -> None:
+        self.tag = 0
         self._stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
-            self.scratch = Scratch(device)
+            self.buffers = Buffers(device)
 
-    def run(self, walk: Walk, pending: Pending) -> None:
+    def run(self, walk: Walk, reduction: Reduction) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             walk(self)
-            pending.events.append(self._stream.record_event())
-        pending.one_done()
+            reduction.events.append(self._stream.record_event())
+        reduction.one_done()
 
-    def begin(self, parts: tuple[Part, ...], segment: Segment) -> None:
-        """NCCL's receives are posted with the sends of their step."""
+    def close(self) -> None:
+        self._stream.synchronize()
+        self.buffers.free()
 
-    def exchange(self, step: Step, segment: Segment, group: Any) -> None:
-        outgoing = [(move, segment.outgoing(move, step.sums)) for move in step.sends]
-        incoming = [(move, segment.incoming(move)) for move in step.receives]
+    def begin(self, phases: tuple[RankPhase, ...], segment: Segment) -> None:
+        """NCCL's receives are posted with the sends of their exchange."""
+
+    def exchange(self, exchange: Exchange, segment: Segment, group: Any) -> None:
+        outgoing = [(move, segment.outgoing(move, exchange.sums)) for move in exchange.sends]
+        incoming = [(move, segment.incoming(move)) for move in exchange.receives]
         together = [
-            dist.P2POp(call, message, move.peer, group)
+            dist.P2POp(call, message, group=group, group_peer=move.peer)
             for call, side in ((dist.isend, outgoing), (dist.irecv, incoming))
             for move, message in side
             if message is not None
@@ -195,7 +222,7 @@ class StreamLane:
             work.wait()
         for move, message in incoming:
             if message is not None:
-                segment.receive(move, message, step.sums)
+                segment.receive(move, message, exchange.sums)
 
     def end_phase(self) -> None:
         """The stream keeps the order."""

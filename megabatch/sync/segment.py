@@ -26,40 +26,43 @@ _HALVES = (torch.float16, torch.bfloat16)
 _ALIGNED = 64
 
 
-class Scratch:
-    """Room for the messages of one segment at a time, kept from segment to segment.
+class Buffers:
+    """Memory for the messages of one segment at a time, kept from segment to segment.
 
     Fresh memory would cost more than the additions: every page of it is a fault.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._room = torch.empty(0, dtype=torch.uint8, device=device)
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._taken = 0
 
     def clear(self) -> None:
-        if self._taken > len(self._room):
-            self._room = self._room.new_empty(self._taken)
+        if self._taken > len(self._memory):
+            self._memory = self._memory.new_empty(self._taken)
         self._taken = 0
+
+    def free(self) -> None:
+        self._memory, self._taken = self._memory.new_empty(0), 0
 
     def take(self, length: int, dtype: torch.dtype) -> Tensor:
         first = self._taken
         self._taken += -(-length * dtype.itemsize // _ALIGNED) * _ALIGNED
-        if self._taken > len(self._room):  # the room grows at the next clear()
-            return torch.empty(length, dtype=dtype, device=self._room.device)
-        return self._room[first : first + length * dtype.itemsize].view(dtype)
+        if self._taken > len(self._memory):  # grows at the next clear()
+            return torch.empty(length, dtype=dtype, device=self._memory.device)
+        return self._memory[first : first + length * dtype.itemsize].view(dtype)
 
 
 class Segment:
     """Holds the running sum of a flat piece of a tensor; packs and unpacks its messages."""
 
-    def __init__(self, piece: Tensor, wire: torch.dtype | None, scratch: Scratch) -> None:
+    def __init__(self, piece: Tensor, wire: torch.dtype | None, buffers: Buffers) -> None:
         self._piece = piece
         self._wire = wire if wire in _HALVES else piece.dtype
         self._half = self._wire in _HALVES
         self._sum = piece.float() if piece.dtype in _HALVES else piece
-        self._scratch = scratch
+        self._buffers = buffers
         self._arrived: dict[Slice, Tensor] = {}
-        scratch.clear()
+        buffers.clear()
 
     def outgoing(self, move: Move, sums: int) -> Tensor | None:
         """The message to send; None if a short tensor leaves it empty."""
@@ -76,7 +79,7 @@ class Segment:
         if not len(part):
             return None
         direct = move.op == "copy" and not self._half
-        return part if direct else self._scratch.take(len(part), self._wire)
+        return part if direct else self._buffers.take(len(part), self._wire)
 
     def receive(self, move: Move, message: Tensor, sums: int) -> None:
         part = self._part(move.slice)
@@ -93,7 +96,7 @@ class Segment:
         if self._sum is not self._piece:
             self._piece.copy_(self._sum)
 
-    def collective(self, op: Op, group: Group, sums: int, process_group: Any) -> None:
+    def collective(self, op: Op, group: Group, rank: int, sums: int, process_group: Any) -> None:
         """Leave a phase to the backend; `sums` is the number of ranks each member's slice counts.
 
         A half sum grows inside the backend by the number of members: half of that growth, in bits,
@@ -105,14 +108,13 @@ class Segment:
         grows = op not in ("broadcast", "all_gather")
         sums *= 1 << members.bit_length() // 2 if grows else 1
         buffer = self._packed(part, sums, settle=not grows) if self._half else part
-        place = group.members.index(dist.get_rank())
-        root = group.members[0]
+        place = group.members.index(rank)
         if op == "all_reduce":
             dist.all_reduce(buffer, group=process_group)
         elif op == "reduce":
-            dist.reduce(buffer, dst=root, group=process_group)
+            dist.reduce(buffer, group_dst=0, group=process_group)
         elif op == "broadcast":
-            dist.broadcast(buffer, src=root, group=process_group)
+            dist.broadcast(buffer, group_src=0, group=process_group)
         elif op == "reduce_scatter":
             _scatter(buffer, place, members, process_group)
         else:
@@ -126,7 +128,7 @@ class Segment:
 
     def _packed(self, part: Tensor, sums: int, settle: bool) -> Tensor:
         """A part as it travels; settled, the part itself is rounded too: all ranks end alike."""
-        message = self._scratch.take(len(part), self._wire)
+        message = self._buffers.take(len(part), self._wire)
         torch.mul(part, 1 / _shrink(sums), out=message)
         if settle:
             part.copy_(message).mul_(_shrink(sums))

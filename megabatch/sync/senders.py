@@ -7,19 +7,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megabatch.cluster import Cluster
-from megabatch.sync.choice import choose
-from megabatch.sync.execute import WIRES, Pipeline
-from megabatch.sync.heartbeat import Heartbeat, compare
-from megabatch.sync.lanes import Pending
-
-_engines = itertools.count()  # the same on every worker: they make the same engines
+from megabatch.errors import UserError, nearest
+from megabatch.plans import Plan
+from megabatch.sync.choice import HYBRID, choose
+from megabatch.sync.execute import LANES, SEGMENT_BYTES, WIRES, Pipeline
+from megabatch.sync.heartbeat import Heartbeat
+from megabatch.sync.lanes import Reduction
+from megabatch.sync.meeting import Disagreement, Meeting
 
 
 class Exposed:
@@ -88,35 +90,118 @@ class Lane:
 
 
 class Planned:
-    """Sums by a plan of our own instead, in the lanes of execute.py, under a heartbeat."""
+    """Sums buckets by a plan of our own, in the lanes of execute.py, under a heartbeat.
 
-    def __init__(self, cluster: Cluster, plan: str, wire: str, sizes: list[int]) -> None:
-        backend = "nccl" if cluster.device.type == "cuda" else "gloo"
-        self._choice = cluster.agree(lambda: choose(plan, backend, grid=cluster.grid))
+    Every worker makes it, in the same order as its others; `what` says in words what it is for, and
+    `sizes` are the buckets' lengths where they are known. A half wire rounds gradients on their
+    way. `silent_seconds` None: no heartbeat.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        plan: str | Plan,
+        wire: str = "fp32",
+        sizes: Iterable[int] | None = None,
+        *,
+        what: str = "the trainer's sums",
+        thresholds: Iterable[tuple[int | None, str]] = HYBRID,
+        machine: str | Path = "machine.json",
+        lanes: int = LANES,
+        segment_bytes: int = SEGMENT_BYTES,
+        silent_seconds: float | None = 60,
+        late_seconds: float = 600,
+    ) -> None:
+        if wire not in WIRES:
+            raise UserError(f"there is no wire {wire!r}: {nearest(wire, WIRES)}")
         self._wire = WIRES[wire]
-        said = f"buckets of {sizes} elements, {wire} on the wire, plans {self._choice.digest()}"
-        compare(cluster, f"engine {next(_engines)}", said)
-        self._heartbeat = Heartbeat(cluster)
-        self._pipeline = Pipeline(
-            cluster, on_phase=self._heartbeat.at, on_error=self._heartbeat.failed
+        self._meeting = Meeting(cluster, what, late_seconds)
+        backend = "nccl" if cluster.device.type == "cuda" else "gloo"
+        self.choice = self._meeting.decide(
+            "plan",
+            lambda: choose(
+                plan, backend, thresholds=thresholds, machine=machine, grid=cluster.grid
+            ),
         )
-        self._pending: list[Pending] = []
-        self._steps = 0
+        if sizes is not None:
+            self._meeting.compare("sizes", f"its buckets have {list(sizes)} elements, {wire}")
+        self._compared: dict[int, str] = {}
+        self._keys = (f"{count}" for count in itertools.count())
+        self._sent: list[Reduction] = []
+        self.steps = 0  # begun: the first bucket of each was sent
+        with contextlib.ExitStack() as ending:
+            self._heartbeat: Heartbeat | None = None
+            if silent_seconds is not None and cluster.world > 1:
+                keys = self._meeting.keys("heartbeat")
+                self._heartbeat = Heartbeat(cluster, keys, silent_seconds, late_seconds)
+                ending.callback(self._heartbeat.close)
+            watch = self._heartbeat
+            self._pipeline = Pipeline(
+                cluster,
+                lanes,
+                segment_bytes,
+                on_phase=watch.at if watch else None,
+                on_error=watch.failed if watch else None,
+                number=self._meeting.number,
+            )
+            ending.callback(self._pipeline.close)
+            # Here and not at a bucket's first sum: backward may reach the buckets of two modules in
+            # another order on each worker, and groups are made in one.
+            for _, phases in self.choice.rows:
+                self._pipeline.prepare(phases)
+            self._ending = ending.pop_all()
 
-    def send(self, total: Tensor, bucket: int, is_control: bool) -> None:
+    def __enter__(self) -> Planned:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(
+        self, total: Tensor, bucket: int, is_control: bool = False, divide: float = 1
+    ) -> Reduction:
+        """Begin to sum a bucket in place; bucket 0 comes first in each step."""
+        if bucket == 0:
+            self._sent.clear()
+            self.steps += 1
+            if self._heartbeat:
+                self._heartbeat.step(self.steps)
         # Counts and flags travel as they are, whatever the gradients do.
         wire = None if is_control else self._wire
-        plan = self._choice.plan(total.numel() * (wire or total.dtype).itemsize)
-        pending = self._pipeline.submit(plan, total, wire=wire, bucket=bucket)
-        self._heartbeat.expect(pending)
-        self._pending.append(pending)
+        travels = wire or total.dtype
+        plan = self.choice.plan(total.numel() * travels.itemsize)
+        self._compare(
+            bucket,
+            f"bucket {bucket} has {total.numel()} x {total.dtype}, on the wire {travels}, "
+            f"by {' then '.join(map(str, plan))}",
+        )
+        reduction = self._pipeline.submit(
+            plan, total, wire=wire, divide=divide, bucket=bucket, step=self.steps
+        )
+        if self._heartbeat:
+            self._heartbeat.expect(reduction)
+        self._sent.append(reduction)
+        return reduction
 
     def wait(self) -> None:
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
-        self._steps += 1
-        self._heartbeat.step(self._steps)
+        """Until all buckets of this step are summed."""
+        for reduction in self._sent:
+            reduction.wait()
+        self._sent.clear()
 
     def close(self) -> None:
-        self._heartbeat.close()
+        """End lanes, process groups and heartbeat; each worker when it likes, after its sums are
+        there."""
+        self._ending.close()
+
+    def _compare(self, bucket: int, statement: str) -> None:
+        """Each bucket once, and again when it has changed (DDP builds its buckets anew)."""
+        if self._compared.get(bucket) == statement:
+            return
+        self._compared[bucket] = statement
+        try:
+            self._meeting.compare(next(self._keys), statement)
+        except Disagreement as error:
+            if self._heartbeat:
+                self._heartbeat.accuse(str(error))
+            raise

@@ -88,9 +88,9 @@ def test_the_first_failure_ends_all_workers():
 
 SUM = """if True:
     import torch, torch.distributed as dist
-    from megabatch.choice import named
+    from megabatch.sync.choice import named
     from megabatch.cluster import Cluster
-    from megabatch.execute import execute
+    from megabatch.sync.execute import execute
     cluster = Cluster.from_env(device="cpu")
     tensor = torch.ones(NBYTES // 4)
     if "PLAN" == "backend":

@@ -1,0 +1,122 @@
+"""Lifetimes: whoever starts threads, connections, process groups or hooks ends them by close()."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.plans import TORUS, through
+from megabatch.sync.ddp import GradSync
+from megabatch.sync.execute import Pipeline
+from megabatch.sync.heartbeat import Heartbeat
+from megabatch.sync.lanes import Closed
+from megabatch.sync.meeting import Meeting
+from megabatch.sync.senders import Lane, Planned
+
+RING, BACKEND = through(TORUS, "ring"), through(TORUS, "backend")
+
+
+def make_pipeline(cluster):
+    with Pipeline(cluster) as pipeline:
+        for plan in (RING, BACKEND):
+            tensor = torch.full((100,), 1.0 + cluster.rank)
+            pipeline.sum(plan, tensor)
+            assert tensor.eq(3).all()
+    pipeline.close()
+    with pytest.raises(Closed, match="closed"):
+        pipeline.sum(RING, tensor)
+
+
+def make_heartbeat(cluster):
+    with Heartbeat(cluster, Meeting(cluster, "a heartbeat").keys("heartbeat")) as heartbeat:
+        pass
+    heartbeat.close()
+
+
+def make_planned(cluster):
+    with Planned(cluster, "torus:backend", "fp32", [8]) as planned:
+        total = torch.ones(8)
+        planned.send(total, 0)
+        planned.wait()
+        assert total.eq(2).all()
+    planned.close()
+
+
+def make_grad_sync(cluster):
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    for plan in ("torus", "hierarchical:backend"):  # one after another on one module
+        with GradSync(cluster, plan) as sync:
+            sync.attach(model)
+            model(torch.ones(1, 3)).sum().backward()
+            assert sync.steps == 1
+        sync.close()
+    model.zero_grad()
+    model(torch.full((1, 3), 1.0 + cluster.rank)).sum().backward()  # DDP's own again
+    assert model.module.weight.grad.eq(1.5).all()
+
+
+def make_lane(cluster):
+    lane = Lane(cluster.device)
+    lane.send(lambda: dist.all_reduce(torch.ones(1)))
+    lane.wait()
+    lane.close()
+    lane.close()
+
+
+MAKERS = {
+    make.__name__: make
+    for make in (make_pipeline, make_heartbeat, make_planned, make_grad_sync, make_lane)
+}
+
+
+def belongings():
+    """What a process has: our threads, all threads, open files, process groups."""
+    return (
+        sorted(thread.name for thread in threading.enumerate()),
+        len(os.listdir("/proc/self/task")),
+        len(os.listdir("/proc/self/fd")),
+        len(dist.distributed_c10d._world.pg_map),
+    )
+
+
+def ten_times(cluster, name):
+    MAKERS[name](cluster)  # what torch itself keeps is made
+    before, deadline = belongings(), time.monotonic() + 20
+    for _ in range(10):
+        MAKERS[name](cluster)
+    while (after := belongings()) != before and time.monotonic() < deadline:
+        time.sleep(0.05)  # a thread that was told to end is listed for a moment
+    return before, after
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_ten_of_each_leave_nothing_behind(name):
+    for before, after in run_ranks(ten_times, 2, name):
+        assert after == before
+
+
+def closed_too_early(cluster):
+    """Rank 1 closes before a sum that rank 0 has begun; rank 0 is not left waiting at its close."""
+    pipeline = Pipeline(cluster)
+    if cluster.rank == 0:
+        reduction = pipeline.submit(RING, torch.ones(10))
+        pipeline.close()
+        with pytest.raises(Closed, match="closed before this sum was there"):
+            reduction.wait()
+    pipeline.close()
+    dist.barrier()
+    # Other pipelines are none the worse for it.
+    with Pipeline(cluster) as another:
+        tensor = torch.ones(10)
+        another.sum(RING, tensor)
+        return tensor.tolist()
+
+
+def test_a_pipeline_that_is_closed_too_early_ends_its_sums_and_no_others():
+    assert run_ranks(closed_too_early, 2) == [[2.0] * 10] * 2
