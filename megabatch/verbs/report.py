@@ -1,0 +1,74 @@
+"""megabatch report RUN [RUN ...]: runs as one page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from megabatch.errors import DONE, RunFailed, UserError
+from megabatch.verbs.parsing import parse
+
+
+@dataclass(frozen=True)
+class ReportFlags:
+    """megabatch report runs/a runs/b --out report.html
+
+    Runs as one HTML file that works offline: results, curves, where the time went, trust ratios,
+    derived numbers, what differs between the runs, and what they ran on.
+    """
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """folders of runs, finished or not"""
+    out: str = "report.html"
+    """the page to write; one that is there is replaced"""
+    json: bool = False
+    """the last line on standard output is the result as one JSON object"""
+
+
+def run(arguments: list[str]) -> int:
+    flags = parse(ReportFlags, "report", arguments)
+    if not flags.runs:
+        raise UserError("report needs a run: megabatch report RUN [RUN ...] --out report.html")
+    out = Path(flags.out)
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"a report's name ends with .html: name it {flags.out}.html")
+    if out.is_dir() or not out.parent.is_dir():
+        raise UserError(f"{out} cannot be written: name a file in a folder that is there")
+    from megabatch.report.run import report
+    from megabatch.runs.record import read
+
+    records = [read(folder) for folder in dict.fromkeys(flags.runs)]
+    written = report(records)
+    try:
+        _write(out, written)
+    except OSError as error:
+        raise RunFailed(f"{out} cannot be written: {error.strerror or error}") from None
+    bad = sum(record.bad_lines for record in records)
+    if bad:
+        print(f"megabatch: {bad:,} lines of metrics could not be read", file=sys.stderr)
+    print(f"{out}: {len(records)} run{'s' * (len(records) > 1)}, {len(written) / 1e3:,.0f} kB")
+    if flags.json:
+        result = {
+            "out": str(out),
+            "nbytes": len(written.encode()),
+            "runs": [str(record.path) for record in records],
+            "bad_lines": bad,
+            "faults": {str(r.path): r.faults for r in records if r.faults},
+        }
+        print(json.dumps(result), flush=True)
+    return DONE
+
+
+def _write(out: Path, words: str) -> None:
+    """Aside, then renamed: a reader finds the old page or the new one."""
+    aside = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        aside.write_text(words, encoding="utf-8", errors="replace")
+        aside.replace(out)
+    finally:
+        aside.unlink(missing_ok=True)
