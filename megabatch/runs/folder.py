@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megabatch.runs import checkpoint
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.errors import UserError
-from megabatch.runs.loggers import drop_after, environment
 from megabatch.noise import NoiseScale
 from megabatch.parts import Parts
+from megabatch.runs import checkpoint
+from megabatch.runs.loggers import drop_after, environment
 
 
 @dataclass
