@@ -19,6 +19,7 @@ _WIDE, _HIGH = 1000.0, 1000.0
 _MOST_POINTS = 360
 _SMOOTHED_FROM = 40
 """shorter lines are drawn as they are"""
+_MOST_EPOCHS = 1e6
 _FAR = 20.0
 """times the least value, from which an axis may count in powers"""
 
@@ -45,7 +46,7 @@ def thinned(
     x: Sequence[float], y: Sequence[float], last: bool = False
 ) -> tuple[tuple[list[float], list[float]], list[float], list[float]]:
     """At most 360 points: means (or last values) of equal shares of the points, least, largest."""
-    points = [(a, b) for a, b in zip(x, y, strict=True) if math.isfinite(a)]
+    points = [(a, b) for a, b in zip(x, y, strict=True) if 0 <= a < _MOST_EPOCHS]
     share = max(1, -(-len(points) // _MOST_POINTS))
     xs: list[float] = []
     ys: list[float] = []
@@ -95,8 +96,8 @@ class Axis:
     def ticks(self, about: int) -> list[float]:
         if self.log:
             first, last = (round(end) for end in self._ends())
-            step = max(1, -(-(last - first) // about))
-            powers = [10.0**power for power in range(first - step, last + step + 1, step)]
+            apart = max(1, -(-(last - first) // about))
+            powers = [10.0**power for power in range(first - apart, last + apart + 1, apart)]
             found = [p for p in powers if self.low * 0.999 <= p <= self.high * 1.001]
             if len(found) >= 2:
                 return found
@@ -123,7 +124,8 @@ def axis_of(values: Sequence[float], log: bool = False, zero: bool = False) -> A
         room = 0.5 * (high - low)
         low, high = max(found[0], low - room), min(found[-1], high + room)
         low = min(low, 0.0) if zero else low
-        margin = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
+        largest = max(abs(low), abs(high))
+        margin = max(0.04 * (high - low), 1e-6 * largest) if high > low else 0.05 * largest or 1.0
         return Axis(low if zero and low == 0 else low - margin, high + margin)
     if high / low < 4:
         centre = math.sqrt(high) * math.sqrt(low)
@@ -155,8 +157,7 @@ def chart(
     xs = [v for line in lines for v in line.middle[0]]
     if y is None or not xs:
         return ""
-    low, high = min(0.0, *xs), max(xs)
-    x = Axis(low, high + 0.01 * (high - low) if high > low else low + 1)
+    x = Axis(0.0, 1.01 * max(xs) or 1.0)
     say = (lambda v: f"{100 * v:.4g} %") if percent else short
     parts = [
         f'<line class="grid" x1="0" x2="1000" y1="{_y(y, tick)}" y2="{_y(y, tick)}"/>'
@@ -278,9 +279,7 @@ def shares(title: str, names: Sequence[str], colours: Sequence[str], epochs: Seq
                 f'y="{_HIGH - base - high:.1f}" height="{high:.1f}" fill="var(--{fill})"/>'
             )
             base += high
-    words = [
-        f'<span class="y" style="bottom:{at}%">{at} %</span>' for at in (0, 25, 50, 75, 100)
-    ]
+    words = [f'<span class="y" style="bottom:{at}%">{at} %</span>' for at in (0, 25, 50, 75, 100)]
     words += [
         f'<span class="x" style="left:{100 * x.place(tick):.2f}%">{text(short(tick))}</span>'
         for tick in x.ticks(6)
@@ -304,7 +303,14 @@ def shares(title: str, names: Sequence[str], colours: Sequence[str], epochs: Seq
 
 # Dark to light through violet, red and yellow: readable on either ground, in grey and to most
 # colour-blind eyes.
-_RAMP = ((34, 24, 88), (108, 33, 130), (186, 55, 110), (238, 104, 70), (251, 178, 75), (250, 246, 170))
+_RAMP = (
+    (34, 24, 88),
+    (108, 33, 130),
+    (186, 55, 110),
+    (238, 104, 70),
+    (251, 178, 75),
+    (250, 246, 170),
+)
 
 
 def ramp(share: float) -> str:
@@ -370,9 +376,7 @@ def _plot(parts: Sequence[str], words: Sequence[str], told: dict[str, Any], styl
 def _figure(title: str, unit: str, plot: str, wide: bool = False) -> str:
     extra = f"<small>{text(unit)}</small>" if unit else ""
     kind = "wide" if wide else "narrow"
-    return (
-        f'<figure class="{kind}"><figcaption>{text(title)}{extra}</figcaption>{plot}</figure>'
-    )
+    return f'<figure class="{kind}"><figcaption>{text(title)}{extra}</figcaption>{plot}</figure>'
 
 
 def _brief(value: float) -> float | None:
@@ -383,7 +387,7 @@ SCRIPT = r"""
 (() => {
 const tip = document.body.appendChild(document.createElement("div"));
 tip.className = "tip"; tip.hidden = true;
-const say = (v, percent) => v == null ? "–" : percent ? (100 * v).toFixed(2) + " %" :
+const say = (v, percent) => v == null ? "\u2013" : percent ? (100 * v).toFixed(2) + " %" :
   Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en") : String(+v.toPrecision(4));
 const nearest = (xs, x) => {
   let a = 0, b = xs.length - 1;
@@ -418,7 +422,8 @@ const lines = (told, share) => {
 const cell = (told, share, down) => {
   const column = Math.min(told.epochs.length - 1, Math.floor(share * told.epochs.length));
   const at = Math.min(told.names.length - 1, Math.floor(down * told.names.length));
-  return [row(told.names[at], ""), row("epoch " + told.epochs[column], say(told.cells[at][column]))];
+  const value = say(told.cells[at][column]);
+  return [row(told.names[at], ""), row("epoch " + told.epochs[column], value)];
 };
 for (const plot of document.querySelectorAll(".plot")) {
   const told = JSON.parse(plot.querySelector("script").textContent);
@@ -446,7 +451,8 @@ for (const button of document.querySelectorAll("button[data-run]")) {
     const run = +button.dataset.run, off = !hidden.has(run);
     hidden[off ? "add" : "delete"](run);
     button.setAttribute("aria-pressed", String(!off));
-    for (const part of document.querySelectorAll(`svg [data-run="${run}"]`)) part.toggleAttribute("hidden", off);
+    const parts = document.querySelectorAll(`svg [data-run="${run}"]`);
+    for (const part of parts) part.toggleAttribute("hidden", off);
   });
 }
 })();

@@ -30,7 +30,9 @@ def text(words: object) -> str:
     return html.escape(str(words), quote=True)
 
 
-def page(title: str, sections: Sequence[Section], lead: str = "", scripts: Sequence[str] = ()) -> str:
+def page(
+    title: str, sections: Sequence[Section], lead: str = "", scripts: Sequence[str] = ()
+) -> str:
     """A whole page; `lead` is HTML that stands under the title."""
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts) or "'none'"
     policy = (
@@ -64,7 +66,10 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -
         "<tr>" + "".join(_cell("td", cell, at < words) for at, cell in enumerate(row)) + "</tr>"
         for row in rows
     )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
 
 
 def dot(run: int) -> str:
@@ -112,12 +117,14 @@ header>:not(nav){padding-left:24px;padding-right:24px}header>h1{padding-top:28px
 header>nav{padding-left:max(24px,calc((100vw - 1180px)/2 + 24px));padding-right:24px;max-width:none}
 nav a{color:var(--soft);text-decoration:none;font-size:14px}nav a:hover{color:var(--accent)}
 section{padding:26px 0 6px}
-.cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(230px,1fr));gap:14px;margin:14px 0}
+.cards{display:grid;
+grid-template-columns:repeat(auto-fill,minmax(230px,1fr));gap:14px;margin:14px 0}
 .card,figure{background:var(--card);border:1px solid var(--line);border-radius:10px}
 .card{padding:14px 16px;border-top:3px solid var(--c)}
 .card b{display:block;font-size:30px;line-height:1.15;letter-spacing:-.02em;margin:6px 0 2px}
 .card .few{display:flex;flex-wrap:wrap;gap:0 12px}.card .few span{white-space:nowrap}
-.card .name{display:flex;justify-content:space-between;gap:8px;font-weight:600;overflow-wrap:anywhere}
+.card .name{display:flex;
+justify-content:space-between;gap:8px;font-weight:600;overflow-wrap:anywhere}
 .chip{font-size:12px;font-weight:600;white-space:nowrap;color:var(--soft)}
 .chip.finished,.chip.target{color:var(--good)}.chip.stopped,.chip.silent{color:var(--warn)}
 .chip.failed{color:var(--bad)}.chip.running{color:var(--accent)}
@@ -140,28 +147,33 @@ figcaption small{font-weight:400;font-size:12px;color:var(--soft);text-align:rig
 .plot span{position:absolute;font-size:11px;line-height:1;color:var(--soft);white-space:nowrap}
 .plot .y{right:100%;margin-right:7px;transform:translateY(50%)}
 .plot .x{top:100%;margin-top:7px;transform:translateX(-50%)}
-.cross{position:absolute;top:0;bottom:0;width:0;border-left:1px solid var(--soft);pointer-events:none}
+.cross{position:absolute;
+top:0;bottom:0;width:0;border-left:1px solid var(--soft);pointer-events:none}
 .tip{position:fixed;z-index:9;pointer-events:none;background:var(--card);color:var(--ink);
 border:1px solid var(--line);border-radius:8px;box-shadow:0 4px 18px rgb(0 0 0/.18);
 padding:7px 10px;font-size:12.5px;line-height:1.45;max-width:min(320px,90vw)}
-.tip div{display:flex;gap:8px;align-items:baseline}.tip div>:last-child{margin-left:auto;padding-left:12px}
+.tip div{display:flex;gap:8px;align-items:baseline}
+.tip div>:last-child{margin-left:auto;padding-left:12px}
 .tip div>span{overflow-wrap:anywhere}
 .key{display:flex;flex-wrap:wrap;gap:6px 8px;margin:10px 0 0}
 .key button,.key span{font:inherit;font-size:13px;display:inline-flex;align-items:center;gap:7px;
 color:var(--ink);overflow-wrap:anywhere;text-align:left}
-.key button{background:var(--card);border:1px solid var(--line);border-radius:99px;padding:3px 11px;cursor:pointer}
+.key button{background:var(--card);border:1px solid var(--line);border-radius:99px;
+padding:3px 11px;cursor:pointer}
 .key button[aria-pressed=false]{opacity:.45;text-decoration:line-through}
 .key span{color:var(--soft);margin-right:8px}
 .dot{flex:none;display:inline-block;width:10px;height:10px;border-radius:50%;background:var(--c)}
 td .dot,th .dot{margin-right:7px}.box{border-radius:3px}
 .ramp{display:inline-block;width:120px;height:10px;border-radius:3px}
-.heat{display:grid;grid-template-columns:minmax(90px,max-content) minmax(0,1fr);column-gap:10px;margin-top:8px}
+.heat{display:grid;grid-template-columns:minmax(90px,max-content) minmax(0,1fr);
+column-gap:10px;margin-top:8px}
 .heat .names{font:11px/1 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;color:var(--soft);
 max-width:230px;display:grid;grid-auto-rows:var(--row)}
 .heat .names span{overflow:hidden;text-overflow:ellipsis;white-space:nowrap;text-align:right;
 direction:rtl;line-height:var(--row)}
 .heat .plot{margin:0 0 20px;height:auto}
-.scroll{overflow-x:auto;margin:12px 0;background:var(--card);border:1px solid var(--line);border-radius:10px}
+.scroll{overflow-x:auto;margin:12px 0;background:var(--card);
+border:1px solid var(--line);border-radius:10px}
 table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{padding:7px 14px;text-align:left;vertical-align:top;border-top:1px solid var(--line)}
 thead th{border-top:0;color:var(--soft);font-weight:600;font-size:12.5px;white-space:nowrap}

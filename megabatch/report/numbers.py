@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+UNKNOWN = "\N{EN DASH}"
+
 
 def short(value: float) -> str:
     """A number in few letters: 12,800, 0.0312, 1.2e-05."""
     if not math.isfinite(value):
-        return "–"
+        return UNKNOWN
     if value == 0:
         return "0"
     size = abs(value)
@@ -22,17 +24,17 @@ def short(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.2f} %" if math.isfinite(share) else "–"
+    return f"{100 * share:.2f} %" if math.isfinite(share) else UNKNOWN
 
 
 def count(value: float, decimals: int = 0) -> str:
-    return f"{value:,.{decimals}f}" if math.isfinite(value) else "–"
+    return f"{value:,.{decimals}f}" if math.isfinite(value) else UNKNOWN
 
 
 def duration(seconds: float) -> str:
     if not math.isfinite(seconds):
-        return "–"
-    if seconds < 60:
+        return UNKNOWN
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -14,7 +14,7 @@ from typing import Any
 from megabatch.config import Config
 from megabatch.report.charts import SCRIPT, Line, axis_of, chart, heat_map, shares
 from megabatch.report.look import Section, colour, dot, page, table, text
-from megabatch.report.numbers import count, duration, percent, short
+from megabatch.report.numbers import UNKNOWN, count, duration, percent, short
 from megabatch.runs.record import Record, images_per_second, number, seconds_of, speeds
 
 _MOST_CARDS = 4
@@ -42,15 +42,20 @@ class Named:
 def report(records: Sequence[Record], now: float | None = None) -> str:
     """HTML of some runs; one file that needs nothing else."""
     now = time.time() if now is None else now
-    runs = [Named(name, at, r) for at, (name, r) in enumerate(zip(names(records), records))]
+    named = zip(names(records), records, strict=True)
+    runs = [Named(name, at, record) for at, (name, record) in enumerate(named)]
     several = len(runs) > 1
     title = f"{len(runs)} runs" if several else runs[0].name
     said = [
         Section("Result", _result(runs, now)),
         Section("Curves", _curves(runs), _curves_note(runs)),
         Section("Speed", _speed(runs), "Where the first worker's time went, epoch by epoch."),
-        Section("Trust ratios", _trust(runs), "The ratio of each adapted layer at each evaluation: "
-                "how far LARS lets its weights move, by their norm over their gradient's."),  # fmt: skip
+        Section(
+            "Trust ratios",
+            _trust(runs),
+            "The ratio of each adapted layer at each evaluation: "
+            "how far LARS lets its weights move, by their norm over their gradient's.",
+        ),
         Section("Derived numbers", _derived(runs)),
         Section("Settings", _settings(runs)),
         Section("Environment", _environment(runs)),
@@ -129,7 +134,7 @@ def _card(run: Named, now: float) -> str:
         duration(seconds_of(record)),
         f"{count(images_per_second(record))} images/s",
     ]
-    few = "".join(f"<span>{text(word)}</span>" for word in small if "–" not in word)
+    few = "".join(f"<span>{text(word)}</span>" for word in small if UNKNOWN not in word)
     return (
         f'<div class="card" style="--c:{colour(run.at)}"><div class="name">'
         f"<span>{text(run.name)}</span>{_chip(record.state(now))}</div>"
@@ -156,7 +161,13 @@ def _curves_note(runs: Sequence[Named]) -> str:
 def _curves(runs: Sequence[Named]) -> str:
     def steps(name: str, style: Any = "smooth", what: str = "") -> list[Line]:
         return [
-            Line(f"{run.name}{what}", run.at, run.record.steps["epoch"], run.record.steps[name], style)
+            Line(
+                f"{run.name}{what}",
+                run.at,
+                run.record.steps["epoch"],
+                run.record.steps[name],
+                style,
+            )
             for run in runs
         ]
 
@@ -279,9 +290,9 @@ def _ratios(record: Record) -> tuple[list[str], list[float], list[list[float]]]:
     """Layers, epochs, and the ratio of each at each."""
     images = record.images
     by_layer: dict[str, dict[float, float]] = {}
-    for layer in record.layers if images else ():
+    for layer in record.layers:
         seen, name = number(layer.get("seen")), str(layer.get("name"))[:200]
-        if seen >= 0 and (name in by_layer or len(by_layer) < _MOST_LAYERS):
+        if images and seen >= 0 and (name in by_layer or len(by_layer) < _MOST_LAYERS):
             by_layer.setdefault(name, {})[seen / images] = number(layer.get("ratio"))
     epochs = sorted({epoch for ratios in by_layer.values() for epoch in ratios})
     epochs = epochs[:: max(1, -(-len(epochs) // _MOST_COLUMNS))]
@@ -302,7 +313,7 @@ def _derived(runs: Sequence[Named]) -> str:
     if not every:
         return ""
     rows = [
-        (text(name), *(_with_formula(*found.get(name, ("–", ""))) for _, found in shown))
+        (text(name), *(_with_formula(*found.get(name, (UNKNOWN, ""))) for _, found in shown))
         for name in every
     ]
     heads = ("", *(f"{dot(run.at)}{text(run.name)}" if len(runs) > 1 else "" for run, _ in shown))
@@ -326,7 +337,8 @@ def derived(record: Record) -> list[tuple[str, str, str]]:
             raise ValueError("too many steps to count")
         rows = config.derived(round(images), int(world) if 1 <= world <= 1e6 else 1)
     except Exception as error:  # what another version wrote, or nobody, raises nearly anything
-        record.faults.append(f"no derived numbers: {str(error).splitlines()[0][:200] or error!r}")
+        reason = (str(error) or repr(error)).splitlines()[0][:200]
+        record.faults.append(f"no derived numbers: {reason}")
         return []
     unknown = () if world >= 1 else ("world", "micro-batches a worker")
     return [row for row in rows if row[0] not in unknown]
@@ -384,15 +396,25 @@ def _compared(
 
     def rows(chosen: Sequence[str]) -> list[tuple[str, ...]]:
         return [
-            (text(name), *(f"<code>{text(found.get(name, '–'))}</code>" for found in tables))
+            (text(name), *(f"<code>{text(found.get(name, UNKNOWN))}</code>" for found in tables))
             for name in chosen
         ]
 
     width = len(heads)
     if len(runs) == 1:
         open_now = table((head, ""), rows(every), words=width)
-        return open_now if len(every) <= 20 else f"<details><summary>{rest}</summary>{open_now}</details>"
-    shown = table(heads, rows(differs), words=width) if differs else '<p class="note">No differences.</p>'
+        return (
+            open_now
+            if len(every) <= 20
+            else f"<details><summary>{rest}</summary>{open_now}</details>"
+        )
+    shown = (
+        table(heads, rows(differs), words=width)
+        if differs
+        else '<p class="note">No differences.</p>'
+    )
     same = [name for name in every if name not in set(differs)]
     hidden = table((head, "all runs"), [row[:2] for row in rows(same)], words=2)
-    return shown + (f"<details><summary>{rest} that are the same</summary>{hidden}</details>" if same else "")
+    return shown + (
+        f"<details><summary>{rest} that are the same</summary>{hidden}</details>" if same else ""
+    )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
-from megabatch.errors import DONE, RunFailed, UserError
+from megabatch.errors import DONE, UserError
 from megabatch.verbs.parsing import parse
+from megabatch.verbs.writing import check_out, write_whole
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,14 @@ def run(arguments: list[str]) -> int:
     if not flags.runs:
         raise UserError("report needs a run: megabatch report RUN [RUN ...] --out report.html")
     out = Path(flags.out)
-    if out.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"a report's name ends with .html: name it {flags.out}.html")
-    if out.is_dir() or not out.parent.is_dir():
-        raise UserError(f"{out} cannot be written: name a file in a folder that is there")
+    check_out(out, (".html", ".htm"), "a report")
     from megabatch.report.run import report
     from megabatch.runs.record import read
 
     records = [read(folder) for folder in dict.fromkeys(flags.runs)]
-    written = report(records)
-    try:
-        _write(out, written)
-    except OSError as error:
-        raise RunFailed(f"{out} cannot be written: {error.strerror or error}") from None
+    # Names of files may hold what is no Unicode.
+    written = report(records).encode(errors="replace")
+    write_whole(out, written)
     bad = sum(record.bad_lines for record in records)
     if bad:
         print(f"megabatch: {bad:,} lines of metrics could not be read", file=sys.stderr)
@@ -55,20 +50,10 @@ def run(arguments: list[str]) -> int:
     if flags.json:
         result = {
             "out": str(out),
-            "nbytes": len(written.encode()),
+            "nbytes": len(written),
             "runs": [str(record.path) for record in records],
             "bad_lines": bad,
             "faults": {str(r.path): r.faults for r in records if r.faults},
         }
         print(json.dumps(result), flush=True)
     return DONE
-
-
-def _write(out: Path, words: str) -> None:
-    """Aside, then renamed: a reader finds the old page or the new one."""
-    aside = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        aside.write_text(words, encoding="utf-8", errors="replace")
-        aside.replace(out)
-    finally:
-        aside.unlink(missing_ok=True)

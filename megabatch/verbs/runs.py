@@ -61,7 +61,9 @@ def run_folders(top: Path, depth: int = 0) -> Iterator[Path]:
     elif depth < _DEEPEST:
         try:
             with os.scandir(top) as entries:
-                inner = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+                inner = sorted(
+                    entry.name for entry in entries if entry.is_dir(follow_symlinks=False)
+                )
         except PermissionError:
             return
         for name in inner:
@@ -96,7 +98,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from megabatch.report.numbers import count, duration, percent
+    from megabatch.report.numbers import UNKNOWN, count, duration, percent
 
     styles = {"finished": "green", "target": "green", "running": "cyan", "failed": "red"}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
@@ -113,7 +115,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
             Text(row["recipe"]),
             Text(row["state"], styles.get(row["state"], "yellow")),
             percent(numbers["top1"]),
-            f"{far:.3g}/{whole:.3g}" if math.isfinite(far + whole) else "–",
+            f"{far:.3g}/{whole:.3g}" if math.isfinite(far + whole) else UNKNOWN,
             count(numbers["batch"]),
             duration(numbers["seconds"]),
             count(numbers["images_per_second"]),
