@@ -351,8 +351,8 @@ def heat_map(
     row_px = 15 if len(names) > 24 else 20
     stops = ",".join(ramp(at / 8) for at in range(9))
     scale = (
-        f'<small>{text(short(axis.low))} <i class="ramp" style="background:linear-gradient(90deg,'
-        f'{stops})"></i> {text(short(axis.high))}</small>'
+        f'<small>{axis.low:.2g} <i class="ramp" style="background:linear-gradient(90deg,'
+        f'{stops})"></i> {axis.high:.2g}</small>'
     )
     labels = "".join(f'<span title="{text(name)}"><bdi>{text(name)}</bdi></span>' for name in names)
     plot = _plot(parts, words, told, f"height:{row_px * len(names)}px")

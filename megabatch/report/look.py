@@ -135,6 +135,7 @@ figcaption{display:flex;justify-content:space-between;gap:10px;font-weight:600;f
 figcaption small{font-weight:400;font-size:12px;color:var(--soft);text-align:right}
 .plot{position:relative;margin:10px 0 20px 46px;height:190px;touch-action:pan-y}
 .plot svg{position:absolute;inset:0;width:100%;height:100%;overflow:hidden;display:block}
+.plot rect{shape-rendering:crispEdges}
 .plot path,.plot line{fill:none;vector-effect:non-scaling-stroke}
 .plot .grid{stroke:var(--grid);stroke-width:1}
 .plot .axis{stroke:var(--line);stroke-width:1}

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -19,18 +19,18 @@ SUFFIXES = {"safetensors": (".safetensors",), "torchvision": (".pth", ".pt"), "o
 
 @dataclass(frozen=True)
 class ExportFlags:
-    """megabatch export runs/a --to onnx --out model.onnx
+    """Example: megabatch export runs/a --to onnx --out model.onnx
 
     The newest checkpoint of a run as a file for others: the weights that evaluation uses (their
     moving average, where the run kept one), checked against the run's own outputs.
     """
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """the folder of a run"""
     to: Literal["safetensors", "torchvision", "onnx"] = "safetensors"
     """safetensors: weights, with classes and scale in the head; torchvision: for its ResNets'
     load_state_dict; onnx: images of 0 to 1 in, logits out"""
-    out: str = ""
+    out: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
     """the file to write ('': RUN's name and the format's ending, here)"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""

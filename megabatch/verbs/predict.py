@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -18,17 +18,17 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True)
 class PredictFlags:
-    """megabatch predict runs/a cat.jpg dog.png
+    """Example: megabatch predict runs/a cat.jpg dog.png
 
     The likeliest classes of each image, by the newest checkpoint of a run; images are cropped and
     sized as the run's evaluation does it.
     """
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """the folder of a run"""
-    images: tyro.conf.Positional[tuple[str, ...]]
+    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE ...")]
     """image files"""
-    top: int = 5
+    top: Annotated[int, tyro.conf.arg(metavar="N")] = 5
     """how many classes to name"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""

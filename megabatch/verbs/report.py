@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -16,15 +17,15 @@ from megabatch.verbs.writing import check_out, write_whole
 
 @dataclass(frozen=True)
 class ReportFlags:
-    """megabatch report runs/a runs/b --out report.html
+    """Example: megabatch report runs/a runs/b --out report.html
 
     Runs as one HTML file that works offline: results, curves, where the time went, trust ratios,
     derived numbers, what differs between the runs, and what they ran on.
     """
 
-    runs: tyro.conf.Positional[tuple[str, ...]]
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
     """folders of runs, finished or not"""
-    out: str = "report.html"
+    out: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = "report.html"
     """the page to write; one that is there is replaced"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""

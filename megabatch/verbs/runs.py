@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -21,12 +21,12 @@ _DEEPEST = 3
 
 @dataclass(frozen=True)
 class RunsFlags:
-    """megabatch runs
+    """Example: megabatch runs
 
     What lies in a folder of runs, newest first: accuracy, time and state of each.
     """
 
-    folder: tyro.conf.Positional[str] = "runs"
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = "runs"
     """where to look, folders below it too"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -23,17 +23,17 @@ _LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class WatchFlags:
-    """megabatch watch runs/digits-20261101-120000
+    """Example: megabatch watch runs/digits-20261101-120000
 
     Follow a run that was started elsewhere: a bar on a terminal, otherwise a line every so often.
     It ends when the run ends, with the run's exit status.
     """
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """the folder of a run; it need not be there yet"""
-    every: float = 10.0
+    every: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 10.0
     """seconds from line to line where there is no terminal"""
-    patience: float = 600.0
+    patience: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
     """seconds without a word after which the run is given up"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""

@@ -3,6 +3,7 @@ see them, with all that they said to the console and asked of the network."""
 
 import base64
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -30,23 +31,32 @@ SECONDS = 60
 
 
 class Browser:
-    """One page at a time; `console` and `requests` are what the page on show caused."""
+    """One page at a time; `console`, `requests` and `blocked` (by the page's own policy) are what
+    the page on show caused."""
 
     def __init__(self, folder):
         theirs_in, self._to = os.pipe()
         self._from, theirs_out = os.pipe()
-        # The browser reads commands from descriptor 3 and writes to 4.
-        script = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
+
+        def as_three_and_four():
+            """Where the browser reads commands, and where it writes to."""
+            first, second = (fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs_in, theirs_out))
+            os.dup2(first, 3)
+            os.dup2(second, 4)
+            os.close(first)
+            os.close(second)
+
         self._process = subprocess.Popen(
-            ["sh", "-c", script, CHROMIUM, *FLAGS, f"--user-data-dir={folder}", "about:blank"],
-            pass_fds=(theirs_in, theirs_out),
+            [CHROMIUM, *FLAGS, f"--user-data-dir={folder}", "about:blank"],
+            preexec_fn=as_three_and_four,
+            close_fds=False,  # which would close those two; Python's own are not inherited
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         os.close(theirs_in)
         os.close(theirs_out)
         self._numbers, self._received, self._session = itertools.count(1), b"", None
-        self.console, self.requests, self._events = [], [], []
+        self.console, self.blocked, self._urls, self._events = [], [], {}, []
         targets = self.call("Target.getTargets")["targetInfos"]
         target = next(t["targetId"] for t in targets if t["type"] == "page")
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
@@ -54,18 +64,26 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
-    def show(self, path, width=1280, height=900, dark=False):
-        """Load a file and wait until it is there and drawn."""
+    def show(self, path, width=1280, height=900, dark=False, drawn=True):
+        """Load a file and wait until it is there and drawn (which a page without scripts cannot
+        say)."""
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[feature])
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
         )  # fmt: skip
-        self.console, self.requests, self._events = [], [], []
+        self.console, self.blocked, self._urls, self._events = [], [], {}, []
         self.call("Page.navigate", url=Path(path).resolve().as_uri())
         self._wait_for("Page.loadEventFired")
-        self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        if drawn:
+            self.run(
+                "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+            )
+
+    @property
+    def requests(self):
+        return list(self._urls.values())
 
     def run(self, script):
         """The value of an expression in the page."""
@@ -123,7 +141,9 @@ class Browser:
         elif method == "Log.entryAdded":
             self.console.append(told["entry"])
         elif method == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"])
+            self._urls[told["requestId"]] = told["request"]["url"]
+        elif method == "Network.loadingFailed" and told.get("blockedReason") == "csp":
+            self.blocked.append(self._urls.pop(told["requestId"]))
 
     def close(self):
         os.close(self._to)
