@@ -58,7 +58,8 @@ def test_a_report_is_drawn(browser, page, tmp_path, width, dark):
     # Nothing sticks out to the side, and charts have a size and something in them.
     assert browser.run("document.documentElement.scrollWidth") == width
     boxes = browser.run(
-        "[...document.querySelectorAll('.plot svg')].map(s => { const b = s.getBoundingClientRect();"
+        "[...document.querySelectorAll('.plot svg')].map(s => {"
+        " const b = s.getBoundingClientRect();"
         " return [b.left, b.right, b.width, b.height, s.querySelectorAll('path, rect').length] })"
     )
     assert len(boxes) >= 9
