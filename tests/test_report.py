@@ -217,15 +217,30 @@ def test_thinning_leaves_short_lines_alone():
     assert low[2] == high[2] == 5.0
 
 
-def test_smoothing_is_the_weighted_mean_of_what_came_before():
-    values = [4.0, math.nan, 1.0, 7.0]
-    keep = 1 - 1 / 3
-    known = [4.0, 1.0, 7.0]
-    for upto, at in ((1, 0), (2, 2), (3, 3)):
-        weights = [keep ** (upto - 1 - n) for n in range(upto)]
-        mean = sum(w * v for w, v in zip(weights, known[:upto], strict=True)) / sum(weights)
-        assert charts.smoothed(values, 3)[at] == pytest.approx(mean)
-    assert math.isnan(charts.smoothed(values, 3)[1])
+def test_smoothing_is_the_weighted_mean_of_both_sides():
+    values, known, keep = [4.0, math.nan, 1.0, 7.0], [4.0, 1.0, 7.0], 1 - 1 / 3
+
+    def mean(numbers):  # the first counts most
+        weights = [keep**n for n in range(len(numbers))]
+        return sum(w * v for w, v in zip(weights, numbers, strict=True)) / sum(weights)
+
+    found = charts.smoothed(values, 3)
+    for at, place in enumerate((0, 2, 3)):
+        expected = (mean(known[at::-1]) + mean(known[at:])) / 2
+        assert found[place] == pytest.approx(expected)
+    assert math.isnan(found[1])
+
+
+def test_a_straight_line_stays_straight_but_for_its_ends():
+    line = [2.0 * n for n in range(200)]
+    found = charts.smoothed(line, 5)
+    assert found[60:140] == pytest.approx(line[60:140], abs=1e-2)
+
+
+def test_stairs_are_never_cut_off():
+    text = charts.chart("t", [charts.Line("l", 0, range(300), [1.0] * 299 + [64.0], "stairs")])
+    tops = [float(y) for y in re.findall(r"V([-\d.]+)", text)]
+    assert tops and min(tops) >= 0
 
 
 @pytest.mark.parametrize(("low", "high", "ticks"), [
@@ -259,7 +274,7 @@ def test_one_wild_value_does_not_flatten_the_rest():
     values = [1.0 + 0.001 * n for n in range(500)]
     values[250] = 1e30
     axis = charts.axis_of(values)
-    assert axis.high < 3
+    assert axis.high < 4
 
 
 def test_the_ramp_runs_from_dark_to_light():

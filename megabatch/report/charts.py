@@ -20,6 +20,10 @@ _MOST_POINTS = 360
 _SMOOTHED_FROM = 40
 """shorter lines are drawn as they are"""
 _MOST_EPOCHS = 1e6
+_MOST_BARS = 60
+"""more than these are drawn without a line between them"""
+_NEAR = 3.0
+"""times the range of nearly all values, within which the rest may widen an axis"""
 _FAR = 20.0
 """times the least value, from which an axis may count in powers"""
 
@@ -63,7 +67,14 @@ def thinned(
 
 
 def smoothed(values: Sequence[float], span: float) -> list[float]:
-    """The exponential moving mean over about `span` values, unbiased at its beginning."""
+    """The mean of about `span` values before each and as many after it, the near ones counting
+    most: exponential means from both sides, so that nothing lags."""
+    before = _exponential_means(values, span)
+    after = _exponential_means(values[::-1], span)[::-1]
+    return [(a + b) / 2 for a, b in zip(before, after, strict=True)]
+
+
+def _exponential_means(values: Sequence[float], span: float) -> list[float]:
     keep, mean, weight = 1 - 1 / max(span, 1.0), 0.0, 0.0
     out = []
     for value in values:
@@ -112,16 +123,18 @@ def _round_step(least: float) -> float:
     return next(nice * power for nice in (1, 2, 2.5, 5, 10) if nice * power >= least * 0.999)
 
 
-def axis_of(values: Sequence[float], log: bool = False, zero: bool = False) -> Axis | None:
-    """An axis with room for nearly all values: a hundredth at each end may lie outside."""
+def axis_of(
+    values: Sequence[float], log: bool = False, zero: bool = False, whole: bool = False
+) -> Axis | None:
+    """An axis for values; unless `whole`, those that lie far from nearly all others are left
+    outside."""
     found = sorted(v for v in values if math.isfinite(v) and (v > 0 or not log))
     if not found:
         return None
-    spare = len(found) // 100
+    spare = 0 if whole else len(found) // 100
     low, high = found[spare], found[len(found) - 1 - spare]
     if not log:
-        # Outliers may be cut off, but not a curve's own ends.
-        room = 0.5 * (high - low)
+        room = _NEAR * (high - low)
         low, high = max(found[0], low - room), min(found[-1], high + room)
         low = min(low, 0.0) if zero else low
         largest = max(abs(low), abs(high))
@@ -153,7 +166,7 @@ def chart(
         for v in (_middle(line) if line.style == "thin" else (*line.low, *line.high))
     ]
     log = log and _far_apart(drawn)
-    y = axis_of(drawn, log, zero)
+    y = axis_of(drawn, log, zero, whole=all(line.style == "stairs" for line in lines))
     xs = [v for line in lines for v in line.middle[0]]
     if y is None or not xs:
         return ""
@@ -268,14 +281,14 @@ def shares(title: str, names: Sequence[str], colours: Sequence[str], epochs: Seq
         return ""
     x = Axis(0.0, max(epochs) or 1.0)
     parts, before = [], 0.0
-    gap = _WIDE * 0.0015 if len(rows) <= 120 else 0.0
+    kind = "bar" if len(rows) <= _MOST_BARS else ""
     for epoch, row in zip(epochs, rows, strict=True):
         left, right = _WIDE * x.place(before), _WIDE * x.place(epoch)
         before, base = epoch, 0.0
         for share, fill in zip(row, colours, strict=True):
             high = share * _HIGH
             parts.append(
-                f'<rect x="{left:.1f}" width="{max(right - left - gap, 0.1):.1f}" '
+                f'<rect class="{kind}" x="{left:.1f}" width="{max(right - left, 0.1):.1f}" '
                 f'y="{_HIGH - base - high:.1f}" height="{high:.1f}" fill="var(--{fill})"/>'
             )
             base += high
@@ -354,7 +367,11 @@ def heat_map(
         f'<small>{axis.low:.2g} <i class="ramp" style="background:linear-gradient(90deg,'
         f'{stops})"></i> {axis.high:.2g}</small>'
     )
-    labels = "".join(f'<span title="{text(name)}"><bdi>{text(name)}</bdi></span>' for name in names)
+    cut = ".weight" if all(name.endswith(".weight") for name in names) else ""
+    labels = "".join(
+        f'<span title="{text(name)}"><bdi>{text(name.removesuffix(cut))}</bdi></span>'
+        for name in names
+    )
     plot = _plot(parts, words, told, f"height:{row_px * len(names)}px")
     return (
         f'<figure class="wide"><figcaption>{text(title)}{scale}</figcaption>'

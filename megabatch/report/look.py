@@ -62,14 +62,12 @@ def page(
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
     """A table of HTML cells; the first `words` columns are words, the rest numbers."""
     head = "".join(_cell("th", cell, at < words) for at, cell in enumerate(heads))
+    head = f"<thead><tr>{head}</tr></thead>" if any(heads) else ""
     body = "".join(
         "<tr>" + "".join(_cell("td", cell, at < words) for at, cell in enumerate(row)) + "</tr>"
         for row in rows
     )
-    return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+    return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
 def dot(run: int) -> str:
@@ -136,6 +134,7 @@ figcaption small{font-weight:400;font-size:12px;color:var(--soft);text-align:rig
 .plot{position:relative;margin:10px 0 20px 46px;height:190px;touch-action:pan-y}
 .plot svg{position:absolute;inset:0;width:100%;height:100%;overflow:hidden;display:block}
 .plot rect{shape-rendering:crispEdges}
+.plot .bar{stroke:var(--card);stroke-width:1;vector-effect:non-scaling-stroke}
 .plot path,.plot line{fill:none;vector-effect:non-scaling-stroke}
 .plot .grid{stroke:var(--grid);stroke-width:1}
 .plot .axis{stroke:var(--line);stroke-width:1}
@@ -177,11 +176,13 @@ direction:rtl;line-height:var(--row)}
 border:1px solid var(--line);border-radius:10px}
 table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{padding:7px 14px;text-align:left;vertical-align:top;border-top:1px solid var(--line)}
+table>tbody:first-child>tr:first-child>td{border-top:0}
 thead th{border-top:0;color:var(--soft);font-weight:600;font-size:12.5px;white-space:nowrap}
 td{overflow-wrap:anywhere;min-width:12em}.n{text-align:right;white-space:nowrap}
-td:first-child{min-width:9.5em}td.n{min-width:0}.how{display:block;font-size:12.5px}
+td:first-child{min-width:9.5em}td.n{min-width:0}
 .after{margin-top:12px}
 code{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
+code span{display:inline-block;max-width:100%;white-space:pre-wrap}
 details{margin:12px 0}summary{cursor:pointer;color:var(--accent);font-size:14px}
 .faults{border-left:3px solid var(--warn);padding-left:12px}
 footer{color:var(--soft);font-size:13px;padding:24px 0 40px}

@@ -20,6 +20,8 @@ from megabatch.runs.record import Record, images_per_second, number, seconds_of,
 _MOST_CARDS = 4
 _MOST_COLUMNS = 120
 _MOST_LAYERS = 400
+_MOST_OPEN = 20
+"""rows of a single run's table that are shown at once"""
 _MOST_STEPS = 5_000_000
 """a config that would take more is not walked through"""
 _WAITS = ("computing", "waiting for images", "waiting for other workers")
@@ -304,24 +306,15 @@ def _ratios(record: Record) -> tuple[list[str], list[float], list[list[float]]]:
 
 
 def _derived(runs: Sequence[Named]) -> str:
-    """The table that each run began with, side by side."""
-    tables = [{name: (value, how) for name, value, how in derived(run.record)} for run in runs]
-    shown = [(run, found) for run, found in zip(runs, tables, strict=True) if found]
-    every = list(dict.fromkeys(name for _, found in shown for name in found))
-    # What depends on the run's stages may come after what all have: the totals stay last.
-    every.sort(key=lambda name: name.endswith("in all"))
-    if not every:
-        return ""
-    rows = [
-        (text(name), *(_with_formula(*found.get(name, (UNKNOWN, ""))) for _, found in shown))
-        for name in every
-    ]
-    heads = ("", *(f"{dot(run.at)}{text(run.name)}" if len(runs) > 1 else "" for run, _ in shown))
-    return table(heads, rows, words=len(heads))
-
-
-def _with_formula(value: str, how: str) -> str:
-    return f'<b>{text(value)}</b> <span class="soft how">{text(how)}</span>'
+    """The table that a run began with: with its formulas, or what differs between several."""
+    if len(runs) == 1:
+        rows = [
+            (text(name), f"<b>{text(value)}</b>", f'<span class="soft">{text(how)}</span>')
+            for name, value, how in derived(runs[0].record)
+        ]
+        return table(("", "", ""), rows, words=3) if rows else ""
+    tables = {run.at: {name: value for name, value, _ in derived(run.record)} for run in runs}
+    return _compared(runs, lambda run: tables[run.at], "", "Numbers that are the same")
 
 
 def derived(record: Record) -> list[tuple[str, str, str]]:
@@ -369,7 +362,7 @@ def _words(value: Any) -> str:
 
 
 def _settings(runs: Sequence[Named]) -> str:
-    return _compared(runs, lambda run: flat(run.record.config), "setting", "All settings")
+    return _compared(runs, lambda run: flat(run.record.config), "", "Settings that are the same")
 
 
 def _environment(runs: Sequence[Named]) -> str:
@@ -380,7 +373,7 @@ def _environment(runs: Sequence[Named]) -> str:
             found["command"] = " ".join(str(word) for word in command)
         return {"folder": str(run.record.path), **flat(found)}
 
-    return _compared(runs, words, "", "All of it")
+    return _compared(runs, words, "", "What is the same")
 
 
 def _compared(
@@ -395,26 +388,23 @@ def _compared(
     heads = (head, *(f"{dot(run.at)}{text(run.name)}" for run in runs))
 
     def rows(chosen: Sequence[str]) -> list[tuple[str, ...]]:
-        return [
-            (text(name), *(f"<code>{text(found.get(name, UNKNOWN))}</code>" for found in tables))
-            for name in chosen
-        ]
+        return [(text(name), *(_code(found.get(name, "")) for found in tables)) for name in chosen]
 
-    width = len(heads)
     if len(runs) == 1:
-        open_now = table((head, ""), rows(every), words=width)
-        return (
-            open_now
-            if len(every) <= 20
-            else f"<details><summary>{rest}</summary>{open_now}</details>"
-        )
-    shown = (
-        table(heads, rows(differs), words=width)
-        if differs
-        else '<p class="note">No differences.</p>'
-    )
+        shown = table(("", ""), rows(every), words=2)
+        few = len(every) <= _MOST_OPEN
+        return shown if few else f"<details><summary>All of them</summary>{shown}</details>"
+    shown = '<p class="note">No differences.</p>'
+    if differs:
+        shown = table(heads, rows(differs), words=len(heads))
     same = [name for name in every if name not in set(differs)]
-    hidden = table((head, "all runs"), [row[:2] for row in rows(same)], words=2)
-    return shown + (
-        f"<details><summary>{rest} that are the same</summary>{hidden}</details>" if same else ""
-    )
+    if not same:
+        return shown
+    hidden = table(("", "all runs"), [row[:2] for row in rows(same)], words=2)
+    return f"{shown}<details><summary>{rest}</summary>{hidden}</details>"
+
+
+def _code(words: str) -> str:
+    """Words that are broken between each other, not inside."""
+    parts = "".join(f"<span>{text(word)} </span>" for word in words.split())
+    return f"<code>{parts or UNKNOWN}</code>"
