@@ -135,10 +135,14 @@ class Record:
     @property
     def patience(self) -> float:
         """How long this run may say nothing before it counts as silent, in seconds."""
+        return max(_SILENT_SECONDS, self.ten_steps)
+
+    @property
+    def ten_steps(self) -> float:
+        """How long ten steps take it, in seconds (0: unknown)."""
         last = self.steps.last()
         batch, rate = last.get("batch", math.nan), last.get("images_per_second", math.nan)
-        known = batch > 0 and rate > 0
-        return max(_SILENT_SECONDS, 10 * batch / rate) if known else _SILENT_SECONDS
+        return 10 * batch / rate if batch > 0 and rate > 0 else 0.0
 
 
 def number(value: Any) -> float:

@@ -19,6 +19,8 @@ from megabatch.runs.record import Record, Tail, glance_files, is_run, number, re
 from megabatch.verbs.parsing import parse
 
 _LOOK_SECONDS = 0.5
+_WIDE = 120
+"""columns that a whole line and its bar need"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class WatchFlags:
     every: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 10.0
     """seconds from line to line where there is no terminal"""
     patience: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
-    """seconds without a word after which the run is given up"""
+    """seconds (or ten of its steps) without a word after which the run is given up"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""
 
@@ -60,7 +62,7 @@ class Watched:
             self.record.take(line)
         self.state = self.record.state()
         if self.state in ("running", "silent"):
-            patience = max(self._patience, self.record.patience)
+            patience = max(self._patience, self.record.ten_steps)
             self.state = "silent" if self.record.silent_seconds() > patience else "running"
         return self.state == "running"
 
@@ -73,8 +75,8 @@ class Watched:
         left = number(record.config.get("epochs")) - record.epoch
         return max(0.0, left) * (record.images or math.nan) / recent_speed(record)
 
-    def line(self) -> str:
-        """Where it stands."""
+    def line(self, brief: bool = False) -> str:
+        """Where it stands; `brief`, for terminals, leaves out what is known or matters little."""
         if self.state == "missing":
             return f"waiting for {self.path}"
         last = self.record.steps.last()
@@ -82,16 +84,16 @@ class Watched:
             return "begun; no step yet"
         of = count(number(self.record.config.get("epochs")), 2)
         words = [
-            f"step {count(last['step'])}",
+            f"step {count(last['step'])}" if not brief else "",
             f"epoch {last['epoch']:.2f}/{of}",
             f"{count(recent_speed(self.record))} images/s",
-            f"loss {short(last['loss'])}",
-            f"rate {short(last['lr'])}",
-            f"batch {count(last['batch'])}",
+            f"loss {last['loss']:.3f}",
+            f"rate {short(last['lr'])}" if not brief else "",
+            f"batch {count(last['batch'])}" if not brief else "",
         ]
         if self.state == "running":
             words.append(f"{duration(self.seconds_left())} left")
-        return "  ".join(words)
+        return "  ".join(word for word in words if word)
 
     def result(self) -> dict[str, Any]:
         record, last = self.record, self.record.steps.last()
@@ -133,9 +135,13 @@ class Bar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        columns = (BarColumn(bar_width=14), TextColumn("{task.percentage:3.0f} %"))
+        console = Console(stderr=True)
+        self._brief = console.width < _WIDE
         self._progress = Progress(
-            *columns, TextColumn("{task.description}", markup=False), console=Console(stderr=True)
+            BarColumn(bar_width=8 if self._brief else 16),
+            TextColumn("{task.percentage:3.0f} %"),
+            TextColumn("{task.description}", markup=False),
+            console=console,
         )
         self._bar, self._told = self._progress.add_task("", total=1.0), 0
 
@@ -156,7 +162,7 @@ class Bar:
             self._progress.console.print(words, markup=False, highlight=False, soft_wrap=True)
         self._told = len(run.record.evaluations)
         share = run.share if math.isfinite(run.share) else 0.0
-        self._progress.update(self._bar, completed=share, description=run.line())
+        self._progress.update(self._bar, completed=share, description=run.line(self._brief))
 
 
 def evaluations(record: Record, since: int) -> list[str]:
