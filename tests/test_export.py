@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits, load_sample_images
 
 import megabatch as mb
-from megabatch.data.builtin import digits
+from megabatch.data.opening import digits
 from megabatch.data.source import hold_out
 from megabatch.errors import UserError
 from megabatch.runs import checkpoint, trained
@@ -244,10 +244,10 @@ def test_mistakes_are_one_sentence(runs, tmp_path):
     for arguments, sentence in (
         (["export", tmp_path / "none"], "is not the folder of a run"),
         (["export", empty], "has no good checkpoint"),
-        (["export", odd], "is no config of this version"),
+        (["export", odd], "is not the config of a run"),
         (["export", runs / "digits", "--to", "torchvision"], "torchvision has no net like small"),
         (["export", runs / "digits", "--to", "onnx", "--out", "net.bin"], "ends with .onnx"),
-        (["export", runs / "digits", "--to", "coreml"], "--help"),
+        (["export", runs / "digits", "--to", "coreml"], "there are safetensors, torchvision, onnx"),
         (["predict", runs / "digits"], "predict needs an image"),
         (["predict", runs / "digits", "none.png"], "there is no image file none.png"),
     ):

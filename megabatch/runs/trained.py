@@ -70,7 +70,7 @@ class Trained:
 class _Files:
     """Images by the names of their files."""
 
-    checked = separable = False
+    checked, pack = False, None
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
@@ -93,10 +93,7 @@ def load(run: Path) -> Trained:
     written = run / "config.json"
     if not written.is_file():
         raise UserError(f"{run} is not the folder of a run: it has no config.json")
-    try:
-        config = Config.from_json(written.read_text())
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise UserError(f"{written} is no config of this version: {error}") from None
+    config = Config.read(written)
     if config.model.startswith("own"):
         raise UserError(
             f"{run} was trained with a model of its caller's: load "

@@ -100,7 +100,10 @@ def _input_advice(waits: Waits, facts: Facts) -> str:
     packed_size = round(facts.size * 8 / 7)
     stored_slowly = waits.on_cores is not None and waits.on_cores < _ON_CORES * waits.reading
     if facts.packed and stored_slowly:
-        return "storage is slow, not decoding: copy the pack to local storage with --data.local-copy DIR"
+        return (
+            "storage is slow, not decoding: copy the pack to local storage with "
+            "--data.local-copy DIR"
+        )
     if not facts.packed or facts.stored_size == 0 or (facts.stored_size or 0) > 2 * packed_size:
         ways.append(f"pack at --size {packed_size}")
     # As many threads as finish the epoch's reading while the loop computes.

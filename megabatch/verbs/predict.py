@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
         raise UserError(f"--top is {flags.top}; name at least 1 class")
     for name in flags.images:
         if not Path(name).is_file():
-            raise UserError(f"there is no image file {name}: name JPEG or PNG files")
+            raise UserError(f"there is no image file {name}: name image files")
     from megabatch.runs.trained import load
 
     trained = load(Path(flags.run))
@@ -76,7 +76,7 @@ def _predicted(trained: Any, names: tuple[str, ...], top: int) -> list[dict[str,
             pixels.append(trained.read([Path(name)]))
             told[name] = {"image": name}
         except UserError as error:
-            told[name] = {"image": name, "error": str(error)}
+            told[name] = {"image": name, "error": f"{name} cannot be read ({error.__cause__})"}
     whole = [name for name in names if "error" not in told[name]]
     if whole:
         likely = trained.logits(torch.cat(pixels)).double().softmax(1)
