@@ -16,6 +16,11 @@ VERBS = {
     "pack": "pack a data set into one file that the loader never waits for",
     "plan": "how long a run takes on a machine, before it is started",
     "bench": "measure this machine: the parts against their alternatives",
+    "report": "runs as one page: curves, where the time went, what differs",
+    "runs": "what is in runs/, as a table",
+    "watch": "follow a run that was started elsewhere",
+    "export": "take the model with you: safetensors, torchvision, ONNX",
+    "predict": "what a run's model sees in an image",
     "doctor": "what works on this machine, what does not, and how to get it",
 }
 

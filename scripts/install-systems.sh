@@ -1,5 +1,5 @@
 #!/bin/sh
-# The launchers that `make test-systems` runs: Open MPI, MPICH and Slurm with munge (Debian, Ubuntu).
+# What `make test-systems` runs: Open MPI, MPICH, Slurm with munge, Chromium (Debian, Ubuntu).
 # Does nothing where all of them are there; otherwise it needs root and a package mirror.
 set -eu
 
@@ -16,6 +16,7 @@ need srun slurm-client
 need slurmctld slurmctld
 need slurmd slurmd
 need munged munge
+need chromium chromium
 
 [ -n "$missing" ] || exit 0
 echo "installing$missing" >&2

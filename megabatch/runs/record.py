@@ -1,0 +1,344 @@
+"""What a run left in its folder, read by those who did not write it: reports, lists, watchers.
+
+Anything in a folder may be missing, torn or nonsense: what cannot be used is counted and left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megabatch.errors import UserError
+
+STEP_NUMBERS = (
+    "step", "seen", "epoch", "loss", "top1", "lr", "momentum", "batch", "images_per_second",
+    "gradient_norm", "noise_scale", "loss_scale", "skipped",
+)  # fmt: skip
+_MOST_LINE = 1 << 20
+_MOST_JSON = 16 << 20
+_SILENT_SECONDS = 120.0
+"""a run that says nothing for so long, and for ten of its own steps, may have been killed"""
+_LARGEST = 1e60
+_RECENT = 50
+"""steps that a present speed is the mean of"""
+_COPIED_SECONDS = 1.0
+"""copies of a folder's files may differ in age by this much"""
+
+
+class Columns:
+    """Many records of the same numbers, a column each: eight bytes a number, nan where there is
+    none."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._columns = {name: array("d") for name in names}
+
+    def add(self, record: dict[str, Any]) -> None:
+        for name, column in self._columns.items():
+            column.append(number(record.get(name)))
+
+    def __getitem__(self, name: str) -> array[float]:
+        return self._columns[name]
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def last(self) -> dict[str, float]:
+        return {name: column[-1] for name, column in self._columns.items()} if len(self) else {}
+
+
+@dataclass
+class Record:
+    """A run as its folder tells it."""
+
+    path: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    diagnosis: dict[str, Any] = field(default_factory=dict)
+    steps: Columns = field(default_factory=lambda: Columns(STEP_NUMBERS))
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    waits: list[dict[str, Any]] = field(default_factory=list)
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    bad_lines: int = 0
+    faults: list[str] = field(default_factory=list)
+    """files that are missing or cannot be read, a sentence each"""
+    written: float = 0.0
+    """when its metrics last grew, as time.time() counts; 0: never"""
+    resumed: bool = False
+    """it was begun again after its summary was written"""
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name or str(self.path)
+
+    @property
+    def images(self) -> float | None:
+        """Images an epoch, as far as its records tell."""
+        for record in reversed(self.evaluations):
+            seen, epoch = number(record.get("seen")), number(record.get("epoch"))
+            if seen > 0 and epoch > 0:
+                return seen / epoch
+        last = self.steps.last()
+        if last and last["epoch"] > 0:
+            return (last["seen"] - last["batch"]) / last["epoch"]
+        return None
+
+    @property
+    def epoch(self) -> float:
+        """How far it came (nan: unknown)."""
+        told = [self.steps["epoch"][-1]] if len(self.steps) else []
+        told += [number(record.get("epoch")) for record in self.evaluations[-1:]]
+        told += [number(self.summary.get("epochs"))] if not self.resumed else []
+        return max((epoch for epoch in told if math.isfinite(epoch)), default=math.nan)
+
+    def result(self, name: str) -> float:
+        """A number of the last evaluation: top1, top5 or loss (nan: none yet)."""
+        for record in (*self.evaluations[-1:], {} if self.resumed else self.summary):
+            found = number(record.get(name))
+            if math.isfinite(found):
+                return found
+        return math.nan
+
+    def take(self, record: dict[str, Any]) -> None:
+        """One line of metrics.jsonl."""
+        kind = record.get("kind")
+        if kind == "train":
+            self.steps.add(record)
+        elif kind == "evaluation":
+            self.evaluations.append(record)
+        elif kind == "waits":
+            self.waits.append(record)
+        elif kind == "layer":
+            self.layers.append(record)
+
+    def state(self, now: float | None = None) -> str:
+        """running, silent (for too long), finished, target, stopped or failed."""
+        if self.diagnosis and not self.resumed:
+            return "failed"
+        ended = self.summary.get("ended")
+        if isinstance(ended, str) and not self.resumed:
+            return ended[:40]
+        return "silent" if self.silent_seconds(now) > self.patience else "running"
+
+    def silent_seconds(self, now: float | None = None) -> float:
+        return max(0.0, (time.time() if now is None else now) - self.written)
+
+    @property
+    def patience(self) -> float:
+        """How long this run may say nothing before it counts as silent, in seconds."""
+        return max(_SILENT_SECONDS, self.ten_steps)
+
+    @property
+    def ten_steps(self) -> float:
+        """How long ten steps take it, in seconds (0: unknown)."""
+        last = self.steps.last()
+        batch, rate = last.get("batch", math.nan), last.get("images_per_second", math.nan)
+        return 10 * batch / rate if batch > 0 and rate > 0 else 0.0
+
+
+def number(value: Any) -> float:
+    """A number, or nan for anything that is none or that no run can have."""
+    if not isinstance(value, int | float):
+        return math.nan
+    try:
+        found = float(value)
+    except OverflowError:
+        return math.nan
+    return found if abs(found) < _LARGEST and not 0 < abs(found) < 1 / _LARGEST else math.nan
+
+
+def seconds_of(record: Record) -> float:
+    """How long a run took, or has taken since it was begun."""
+    told = number(record.summary.get("seconds"))
+    if math.isfinite(told) and not record.resumed:
+        return told
+    began = began_at(record)
+    return record.written - began if began and record.written > began else math.nan
+
+
+def began_at(record: Record) -> float | None:
+    told = str(record.environment.get("began"))
+    try:
+        return datetime.strptime(told, "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def images_per_second(record: Record) -> float:
+    """Of the whole run, or of its last steps."""
+    told = number(record.summary.get("images_per_second"))
+    return told if math.isfinite(told) and not record.resumed else recent_speed(record)
+
+
+def recent_speed(record: Record) -> float:
+    steps = record.steps
+    return speed(steps["batch"][-_RECENT:], steps["images_per_second"][-_RECENT:])
+
+
+def speed(batches: Sequence[float], rates: Sequence[float]) -> float:
+    """Images by seconds over some steps: a step told right after another does not count for more
+    than the moment it took."""
+    pairs = [(b, r) for b, r in zip(batches, rates, strict=True) if b > 0 and r > 0]
+    seconds = sum(batch / rate for batch, rate in pairs)
+    return sum(batch for batch, _ in pairs) / seconds if seconds > 0 else math.nan
+
+
+def speeds(record: Record) -> tuple[list[float], list[float]]:
+    """Epochs and images/s, over windows of a hundredth of the run."""
+    epochs, batches, rates = (record.steps[n] for n in ("epoch", "batch", "images_per_second"))
+    wide = max(4, len(epochs) // 100)
+    ends = [*range(wide, len(epochs) - wide + 1, wide), len(epochs)] if epochs else []
+    begins = [0, *ends][: len(ends)]
+    return (
+        [epochs[end - 1] for end in ends],
+        [speed(batches[a:b], rates[a:b]) for a, b in zip(begins, ends, strict=True)],
+    )
+
+
+def is_run(path: Path) -> bool:
+    return _is_file(path / "metrics.jsonl") or _is_file(path / "config.json")
+
+
+def read(path: str | os.PathLike[str]) -> Record:
+    """All that a run's folder holds."""
+    record = glance_files(Path(path))
+    tail = Tail(record.path / "metrics.jsonl")
+    for line in tail.all_lines():
+        record.take(line)
+    record.bad_lines = tail.bad
+    return record
+
+
+def glance(path: str | os.PathLike[str]) -> Record:
+    """As `read`, but of the metrics only the last step and the last evaluation: fast for a list."""
+    record = glance_files(Path(path))
+    last: dict[bytes, bytes] = {}
+    with _opened(record.path / "metrics.jsonl") as file:
+        for line in _bounded_lines(file):
+            head = line[:40]
+            for kind in (b'"train"', b'"evaluation"'):
+                if kind in head:
+                    last[kind] = line
+    for line in last.values():
+        parsed = _parsed(line)
+        if parsed is not None:
+            record.take(parsed)
+    return record
+
+
+def glance_files(path: Path) -> Record:
+    """A run's small files, and when it last wrote."""
+    if not path.is_dir():
+        raise UserError(f"there is no folder {path}: name the folder of a run")
+    if not is_run(path):
+        raise UserError(
+            f"{path} is not the folder of a run: it has neither config.json nor metrics.jsonl"
+        )
+    record = Record(path)
+    for name in ("config", "environment", "summary", "diagnosis"):
+        file = path / f"{name}.json"
+        if _is_file(file):
+            setattr(record, name, _object(file, record.faults))
+        elif name in ("config", "environment"):
+            record.faults.append(f"{file.name} is missing")
+    metrics = path / "metrics.jsonl"
+    if not _is_file(metrics):
+        record.faults.append("metrics.jsonl is missing")
+    elif not os.access(metrics, os.R_OK):
+        record.faults.append("metrics.jsonl cannot be read: check its permissions")
+    ages = {name: _age(path / name) for name in (
+        "environment.json", "metrics.jsonl", "summary.json", "diagnosis.json"
+    )}  # fmt: skip
+    record.written = max(ages["metrics.jsonl"], ages["environment.json"])
+    ended = max(ages["summary.json"], ages["diagnosis.json"])
+    # The environment is written when a run begins or goes on.
+    record.resumed = ended > 0 and ages["environment.json"] > ended + _COPIED_SECONDS
+    return record
+
+
+class Tail:
+    """The lines of a metrics.jsonl that may still grow, or be cut when its run is resumed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        self.bad = 0
+        """lines that were no records"""
+
+    def new_lines(self) -> Iterator[dict[str, Any]]:
+        """The records written since the last call; a line that is not whole yet waits."""
+        with _opened(self._path) as file:
+            if os.fstat(file.fileno()).st_size < self._at:
+                self._at = 0
+            file.seek(self._at)
+            for line in _bounded_lines(file):
+                if not line.endswith(b"\n"):
+                    break
+                self._at += len(line)
+                yield from self._record(line)
+
+    def all_lines(self) -> Iterator[dict[str, Any]]:
+        """Every record, the last too if it is whole but for its end of line."""
+        with _opened(self._path) as file:
+            for line in _bounded_lines(file):
+                yield from self._record(line)
+
+    def _record(self, line: bytes) -> Iterator[dict[str, Any]]:
+        record = _parsed(line)
+        if record is not None:
+            yield record
+        elif line.strip():
+            self.bad += 1
+
+
+def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines; one that is longer than any record comes in pieces, none of which is one."""
+    while line := file.readline(_MOST_LINE):
+        yield line
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
+
+
+def _object(path: Path, faults: list[str]) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MOST_JSON:
+            raise ValueError(f"larger than {_MOST_JSON >> 20} MB")
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict):
+            return found
+        raise ValueError("not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        words = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+        faults.append(f"{path.name} cannot be read: {words}")
+        return {}
+
+
+def _is_file(path: Path) -> bool:
+    """A plain file: a pipe or a device would never end."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _opened(path: Path) -> BinaryIO:
+    readable = _is_file(path) and os.access(path, os.R_OK)
+    return path.open("rb") if readable else open(os.devnull, "rb")
+
+
+def _age(path: Path) -> float:
+    return path.stat().st_mtime if _is_file(path) else 0.0

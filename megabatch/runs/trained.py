@@ -1,0 +1,181 @@
+"""The net that a run ended with, without its training: weights, names of the classes, and how it
+wants its images.
+
+The weights are those that evaluation uses: their moving average where the run kept one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from megabatch import models
+from megabatch.config import Config
+from megabatch.data.augment import normalise
+from megabatch.data.decoded import Decoded
+from megabatch.data.jpeg import BadImage
+from megabatch.data.origins import open_origin
+from megabatch.data.packfile import Pack
+from megabatch.data.source import Memory
+from megabatch.errors import UserError
+from megabatch.runs import checkpoint
+
+_ODD = 7919
+"""a number of classes that no other dimension of a net has"""
+
+
+@dataclass(frozen=True)
+class Trained:
+    run: Path
+    config: Config
+    net: nn.Module
+    """in fp32 on the CPU, set to evaluate"""
+    classes: list[str]
+    named: bool
+    """whether the classes' names are known; otherwise they are numbers"""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    """of the channels, on a scale of 0 to 1: images are brought to (image - mean) / std"""
+    checkpoint: Path
+    averaged: bool
+    """the weights are their moving average"""
+
+    @torch.no_grad()
+    def logits(self, images: Tensor) -> Tensor:
+        """Of bytes, n x channels x size x size."""
+        found: Tensor = self.net(normalise(images, self.mean, self.std, torch.float32))
+        return found
+
+    def read(self, paths: list[Path]) -> Tensor:
+        """Images from files, cropped and sized as evaluation does it."""
+        none = torch.zeros(len(paths), dtype=torch.int64)
+        chosen = torch.arange(len(paths))
+        source = Decoded(self._data, _Files(paths), chosen, none, len(self.classes))
+        return source.read(chosen, None)[0]
+
+    @property
+    def _data(self) -> Any:
+        data = self.config.data
+        # Of images that live in memory evaluation sees all there is.
+        in_memory = data.kind in ("digits", "synthetic", "own")
+        return replace(data, resize=data.size) if in_memory else data
+
+
+class _Files:
+    """Images by the names of their files."""
+
+    checked, pack = False, None
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+
+    def record(self, index: int) -> bytes:
+        try:
+            return self._paths[index].read_bytes()
+        except OSError as error:
+            raise BadImage(error.strerror or str(error)) from None
+
+    def name(self, index: int) -> str:
+        return str(self._paths[index])
+
+    def will_need(self, indices: list[int]) -> None:
+        pass
+
+
+def load(run: Path) -> Trained:
+    """The newest good checkpoint of a run."""
+    written = run / "config.json"
+    if not written.is_file():
+        raise UserError(f"{run} is not the folder of a run: it has no config.json")
+    config = Config.read(written)
+    if config.model.startswith("own"):
+        raise UserError(
+            f"{run} was trained with a model of its caller's: load "
+            f"{run}/checkpoints/.../model.safetensors into it yourself"
+        )
+    found = checkpoint.newest(run / "checkpoints")
+    if found is None:
+        raise UserError(f"{run} has no good checkpoint yet")
+    count = _class_count(config, found)
+    net = _build(config, count)
+    checkpoint.load_weights(found, net)
+    averages = _averages(found)
+    if averages:
+        net.load_state_dict({**net.state_dict(), **averages})
+    net.float().eval()
+    names = _class_names(run, config)
+    named = names is not None and len(names) == count
+    mean, std = _scale(config)
+    return Trained(
+        run=run,
+        config=config,
+        net=net,
+        classes=names if named and names is not None else [str(n) for n in range(count)],
+        named=named,
+        mean=mean,
+        std=std,
+        checkpoint=found,
+        averaged=bool(averages),
+    )
+
+
+def _build(config: Config, classes: int) -> nn.Module:
+    return models.build(config.model, classes, config.data.channels, config.data.size)
+
+
+def _class_count(config: Config, found: Path) -> int:
+    """How many classes the weights are for: the dimension that the net takes from its caller."""
+    with torch.device("meta"):
+        shapes = _build(config, _ODD).state_dict()
+    name = next(name for name, tensor in shapes.items() if tensor.ndim and len(tensor) == _ODD)
+    with safe_open(found / "model.safetensors", "pt") as weights:
+        return int(weights.get_slice(name).get_shape()[0])
+
+
+def _averages(found: Path) -> dict[str, Tensor]:
+    return {
+        name.removeprefix("ema."): tensor
+        for name, tensor in checkpoint.load_extra(found).items()
+        if name.startswith("ema.")
+    }
+
+
+def _class_names(run: Path, config: Config) -> list[str] | None:
+    """From the run's classes.json, or from its data where that is still there."""
+    written = run / "classes.json"
+    if written.is_file():
+        try:
+            names = json.loads(written.read_text())
+        except ValueError:
+            names = None
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return names
+        raise UserError(f"{written} is not a list of names: repair or remove it")
+    if config.data.kind == "digits":
+        return [str(digit) for digit in range(10)]
+    path = Path(config.data.path)
+    try:
+        if config.data.kind == "pack":
+            return Pack(path).about.classes
+        if config.data.kind == "folder":
+            return open_origin(path).classes
+    except (UserError, OSError):
+        return None  # the data has moved; the classes' numbers are still right
+    return None
+
+
+def _scale(config: Config) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation that the run's images were brought to 0 and 1 by."""
+    none = torch.zeros(0, dtype=torch.int64)
+    source: Decoded | Memory
+    if config.data.kind in ("pack", "folder"):
+        source = Decoded(config.data, _Files([]), none, none, 1)
+    else:
+        source = Memory(torch.zeros(0, config.data.channels, 1, 1), none, 1)
+    return source.mean, source.std

@@ -1,0 +1,73 @@
+"""megabatch export RUN --to FORMAT: leave with the model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from megabatch.errors import DONE
+from megabatch.verbs.parsing import parse
+from megabatch.verbs.writing import check_out, write_whole
+
+SUFFIXES = {"safetensors": (".safetensors",), "torchvision": (".pth", ".pt"), "onnx": (".onnx",)}
+
+
+@dataclass(frozen=True)
+class ExportFlags:
+    """Example: megabatch export runs/a --to onnx --out model.onnx
+
+    The newest checkpoint of a run as a file for others: the weights that evaluation uses (their
+    moving average, where the run kept one), checked against the run's own outputs.
+    """
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """the folder of a run"""
+    to: Literal["safetensors", "torchvision", "onnx"] = "safetensors"
+    """safetensors: weights, with classes and scale in the head; torchvision: for its ResNets'
+    load_state_dict; onnx: images of 0 to 1 in, logits out"""
+    out: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """the file to write ('': RUN's name and the format's ending, here)"""
+    json: bool = False
+    """the last line on standard output is the result as one JSON object"""
+
+
+def run(arguments: list[str]) -> int:
+    flags = parse(ExportFlags, "export", arguments)
+    folder, suffixes = Path(flags.run), SUFFIXES[flags.to]
+    out = Path(flags.out or f"{folder.resolve().name}{suffixes[0]}")
+    check_out(out, suffixes, f"a file for {flags.to}")
+    from megabatch.runs.export import export
+    from megabatch.runs.trained import load
+
+    trained = load(folder)
+    exported = export(trained, flags.to)
+    write_whole(out, exported.data)
+    if exported.difference is None:
+        print("megabatch: not checked, onnxruntime is not installed", file=sys.stderr)
+        checked = ""
+    else:
+        checked = f"; outputs within {exported.difference:.1e} of the run's"
+    averaged = ", averaged weights" if trained.averaged else ""
+    print(
+        f"{out}: {trained.config.model} for {len(trained.classes):,} classes{averaged}, "
+        f"{len(exported.data) / 1e6:,.2f} MB{checked}"
+    )
+    if flags.json:
+        result = {
+            "out": str(out),
+            "to": flags.to,
+            "nbytes": len(exported.data),
+            "model": trained.config.model,
+            "classes": len(trained.classes),
+            "class_names": trained.named,
+            "averaged": trained.averaged,
+            "checkpoint": str(trained.checkpoint),
+            "difference": exported.difference,
+        }
+        print(json.dumps(result), flush=True)
+    return DONE

@@ -1,0 +1,98 @@
+"""megabatch predict RUN IMAGE...: what a run's model sees in images."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from megabatch.errors import DONE, FAILED, UserError
+from megabatch.verbs.parsing import parse
+
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class PredictFlags:
+    """Example: megabatch predict runs/a cat.jpg dog.png
+
+    The likeliest classes of each image, by the newest checkpoint of a run; images are cropped and
+    sized as the run's evaluation does it.
+    """
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """the folder of a run"""
+    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE ...")]
+    """image files"""
+    top: Annotated[int, tyro.conf.arg(metavar="N")] = 5
+    """how many classes to name"""
+    json: bool = False
+    """the last line on standard output is the result as one JSON object"""
+
+
+def run(arguments: list[str]) -> int:
+    flags = parse(PredictFlags, "predict", arguments)
+    if not flags.images:
+        raise UserError("predict needs an image: megabatch predict RUN IMAGE [IMAGE ...]")
+    if flags.top < 1:
+        raise UserError(f"--top is {flags.top}; name at least 1 class")
+    for name in flags.images:
+        if not Path(name).is_file():
+            raise UserError(f"there is no image file {name}: name image files")
+    from megabatch.runs.trained import load
+
+    trained = load(Path(flags.run))
+    if not trained.named and trained.config.data.kind in ("pack", "folder"):
+        print(
+            f"megabatch: the classes' names are not known, their numbers are told: "
+            f"{flags.run} has no classes.json and {trained.config.data.path} does not tell",
+            file=sys.stderr,
+        )
+    found: list[dict[str, Any]] = []
+    bad = 0
+    for first in range(0, len(flags.images), _AT_ONCE):
+        for told in _predicted(trained, flags.images[first : first + _AT_ONCE], flags.top):
+            bad += "error" in told
+            found.append(told)
+            _say(told)
+    if flags.json:
+        result = {"run": flags.run, "checkpoint": str(trained.checkpoint), "images": found}
+        print(json.dumps(result), flush=True)
+    return FAILED if bad else DONE
+
+
+def _predicted(trained: Any, names: tuple[str, ...], top: int) -> list[dict[str, Any]]:
+    """The classes of some images, or why one cannot be read."""
+    import torch
+
+    told: dict[str, dict[str, Any]] = {}
+    pixels = []
+    for name in names:
+        try:
+            pixels.append(trained.read([Path(name)]))
+            told[name] = {"image": name}
+        except UserError as error:
+            told[name] = {"image": name, "error": f"{name} cannot be read ({error.__cause__})"}
+    whole = [name for name in names if "error" not in told[name]]
+    if whole:
+        likely = trained.logits(torch.cat(pixels)).double().softmax(1)
+        values, labels = likely.topk(min(top, likely.shape[1]), dim=1)
+        for name, shares, classes in zip(whole, values.tolist(), labels.tolist(), strict=True):
+            told[name]["top"] = [
+                {"class": trained.classes[label], "label": label, "probability": share}
+                for label, share in zip(classes, shares, strict=True)
+            ]
+    return [told[name] for name in names]
+
+
+def _say(told: dict[str, Any]) -> None:
+    if "error" in told:
+        print(f"megabatch: {told['error']}", file=sys.stderr)
+        return
+    print(told["image"])
+    for guess in told["top"]:
+        print(f"  {100 * guess['probability']:6.2f} %  {guess['class']}")

@@ -1,0 +1,60 @@
+"""megabatch report RUN [RUN ...]: runs as one page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from megabatch.errors import DONE, UserError
+from megabatch.verbs.parsing import parse
+from megabatch.verbs.writing import check_out, write_whole
+
+
+@dataclass(frozen=True)
+class ReportFlags:
+    """Example: megabatch report runs/a runs/b --out report.html
+
+    Runs as one HTML file that works offline: results, curves, where the time went, trust ratios,
+    derived numbers, what differs between the runs, and what they ran on.
+    """
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
+    """folders of runs, finished or not"""
+    out: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = "report.html"
+    """the page to write; one that is there is replaced"""
+    json: bool = False
+    """the last line on standard output is the result as one JSON object"""
+
+
+def run(arguments: list[str]) -> int:
+    flags = parse(ReportFlags, "report", arguments)
+    if not flags.runs:
+        raise UserError("report needs a run: megabatch report RUN [RUN ...] --out report.html")
+    out = Path(flags.out)
+    check_out(out, (".html", ".htm"), "a report")
+    from megabatch.report.run import report
+    from megabatch.runs.record import read
+
+    records = [read(folder) for folder in dict.fromkeys(flags.runs)]
+    # Names of files may hold what is no Unicode.
+    written = report(records).encode(errors="replace")
+    write_whole(out, written)
+    bad = sum(record.bad_lines for record in records)
+    if bad:
+        print(f"megabatch: {bad:,} lines of metrics could not be read", file=sys.stderr)
+    print(f"{out}: {len(records)} run{'s' * (len(records) > 1)}, {len(written) / 1e3:,.0f} kB")
+    if flags.json:
+        result = {
+            "out": str(out),
+            "nbytes": len(written),
+            "runs": [str(record.path) for record in records],
+            "bad_lines": bad,
+            "faults": {str(r.path): r.faults for r in records if r.faults},
+        }
+        print(json.dumps(result), flush=True)
+    return DONE

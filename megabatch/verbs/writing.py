@@ -1,0 +1,29 @@
+"""Files that a verb writes: whole or not at all, with the permissions that the umask gives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megabatch.errors import RunFailed, UserError
+
+
+def check_out(out: Path, suffixes: tuple[str, ...], what: str) -> None:
+    """Refuse, before any work, a name that cannot be written."""
+    if out.suffix.lower() not in suffixes:
+        raise UserError(f"{what}'s name ends with {suffixes[0]}: name it {out}{suffixes[0]}")
+    if out.is_dir() or not out.parent.is_dir():
+        raise UserError(f"{out} cannot be written: name a file in a folder that is there")
+
+
+def write_whole(out: Path, data: bytes) -> None:
+    """Aside, then renamed: who reads it finds the old file or the new one."""
+    aside = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        try:
+            aside.write_bytes(data)
+            aside.replace(out)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunFailed(f"{out} cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,203 @@
+"""megabatch runs and megabatch watch, on runs that are made up and on one that really goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from run_folders import evaluation_line, made_up, step_line
+
+from megabatch.verbs.runs import run_folders
+
+MEGABATCH = [sys.executable, "-m", "megabatch.cli"]
+
+
+def megabatch(*arguments, **options):
+    command = [*MEGABATCH, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
+
+
+def last_json(result):
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+# --- runs ---
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    top = tmp_path_factory.mktemp("several")
+    lines = [step_line(0), evaluation_line(1.0, top1=0.25), step_line(10)]
+    made_up(top / "old", lines, environment={"began": "2026-01-01T00:00:00+0000"},
+            summary={"ended": "finished", "top1": 0.25, "epochs": 4.0, "seconds": 61.0,
+                     "images_per_second": 1234.0})  # fmt: skip
+    made_up(top / "study" / "new", lines, environment={"began": "2026-02-01T00:00:00+0000"},
+            summary={"ended": "stopped"})  # fmt: skip
+    made_up(top / "[red]odd[/red]", ["torn"], environment={"began": "2025-01-01T00:00:00+0000"})
+    (top / "no run").mkdir()
+    (top / "no run" / "notes.txt").write_text("hello")
+    return top
+
+
+def test_runs_newest_first(several):
+    result = megabatch("runs", several, "--json")
+    assert result.returncode == 0, result.stderr
+    told = last_json(result)["runs"]
+    assert [os.path.relpath(run["run"], several) for run in told] == [
+        "study/new", "old", "[red]odd[/red]",
+    ]  # fmt: skip
+    assert [run["state"] for run in told] == ["stopped", "finished", "running"]
+    assert told[1] == {
+        "run": str(several / "old"), "recipe": "made-up", "began": "2026-01-01T00:00:00+0000",
+        "state": "finished", "top1": 0.25, "epoch": 4.0, "epochs": 4.0, "batch": 100.0,
+        "seconds": 61.0, "images_per_second": 1234.0, "faults": [],
+    }  # fmt: skip
+    # In a pipe each run is one line, whatever its name holds.
+    table = result.stdout.splitlines()[:-1]
+    assert [line.split()[0].removeprefix(str(several)) for line in table[2:]] == [
+        "/study/new", "/old", "/[red]odd[/red]",
+    ]  # fmt: skip
+    assert "25.00 %" in table[3] and "1 min 1 s" in table[3]
+
+
+def test_a_link_in_a_circle_is_not_followed(tmp_path):
+    made_up(tmp_path / "run")
+    (tmp_path / "again").symlink_to(tmp_path)
+    assert list(run_folders(tmp_path)) == [tmp_path / "run"]
+
+
+def test_no_runs_is_said(tmp_path):
+    result = megabatch("runs", tmp_path, "--json")
+    assert result.returncode == 0 and last_json(result)["runs"] == []
+    assert "holds no runs" in result.stdout
+    result = megabatch("runs", cwd=tmp_path)
+    assert result.returncode == 2 and "there is no folder runs" in result.stderr
+
+
+# --- watch ---
+
+
+@pytest.mark.parametrize(("ended", "status"), [("finished", 0), ("target", 0), ("stopped", 3)])
+def test_watching_a_run_that_has_ended(tmp_path, ended, status):
+    lines = [step_line(0), evaluation_line(1.0, top1=0.5)]
+    folder = made_up(tmp_path / "run", lines, summary={"ended": ended, "top1": 0.5})
+    result = megabatch("watch", folder, "--json")
+    assert result.returncode == status, result.stderr
+    told = last_json(result)
+    assert told["state"] == ended and told["top1"] == 0.5 and told["step"] == 0
+    assert "epoch 1  top-1 50.00 %" in result.stderr
+    assert result.stdout.startswith(f"{folder}: ")
+
+
+def test_watching_a_run_that_failed_or_never_came(tmp_path):
+    failed = made_up(tmp_path / "run", [step_line(0)], diagnosis={"step": 0})
+    assert megabatch("watch", failed).returncode == 1
+    result = megabatch("watch", tmp_path / "none", "--patience", "0.2", "--json")
+    assert result.returncode == 1 and last_json(result)["state"] == "missing"
+    silent = made_up(tmp_path / "silent", [step_line(0)])
+    past = time.time() - 5000
+    for path in silent.iterdir():
+        os.utime(path, (past, past))
+    result = megabatch("watch", silent, "--json")
+    assert result.returncode == 1 and last_json(result)["state"] == "silent"
+    assert "was it killed?" in result.stdout
+
+
+def test_mistakes_are_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    for arguments in (["watch"], ["watch", "file"], ["watch", "run", "--every", "0"]):
+        result = megabatch(*arguments, cwd=tmp_path)
+        assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
+
+
+def test_a_run_is_followed_as_it_writes(tmp_path):
+    """Lines come after the watcher has begun to look, one of them in two pieces."""
+    folder = tmp_path / "run"
+    watcher = subprocess.Popen(
+        [*MEGABATCH, "watch", str(folder), "--every", "0.05", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said = []
+    heard = threading.Condition()
+
+    def listen():
+        for line in watcher.stderr:
+            with heard:
+                said.append(line)
+                heard.notify_all()
+
+    def wait_for(words):
+        with heard:
+            found = heard.wait_for(lambda: any(words in line for line in said), timeout=60)
+        assert found, said
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    try:
+        wait_for("waiting for")
+        made_up(folder, [step_line(0)])
+        wait_for("step 0  epoch 0.00/4.00  500 images/s  loss 2.000")
+        with (folder / "metrics.jsonl").open("a") as file:
+            whole = step_line(20, loss=0.125) + "\n"
+            file.write(whole[:50])
+            file.flush()
+            file.write(whole[50:] + evaluation_line(2.1, top1=0.75) + "\n")
+        wait_for("top-1 75.00 %")
+        # 4 - 2.1 epochs of 1,000 images at 500 images/s.
+        wait_for(
+            "step 20  epoch 2.00/4.00  500 images/s  loss 0.125  rate 0.1  batch 100  3.8 s left"
+        )
+        (folder / "summary.json").write_text(json.dumps({"ended": "finished", "top1": 0.75}))
+        out = watcher.stdout.read()
+        assert watcher.wait(60) == 0
+    finally:
+        watcher.kill()
+        watcher.wait()
+        listener.join()
+        watcher.stdout.close()
+        watcher.stderr.close()
+    assert json.loads(out.splitlines()[-1])["state"] == "finished"
+
+
+def test_ctrl_c_ends_the_watching_and_not_the_run(tmp_path):
+    folder = made_up(tmp_path / "run", [step_line(0)])
+    watcher = subprocess.Popen(
+        [*MEGABATCH, "watch", str(folder), "--every", "0.05"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert "step 0" in watcher.stderr.readline()
+    watcher.send_signal(signal.SIGINT)
+    out, words = watcher.communicate(timeout=60)
+    assert watcher.returncode == 0 and "no longer watching" in words and "running" in out
+
+
+def test_a_real_run_is_watched_to_its_end(tmp_path):
+    train = subprocess.Popen(
+        [*MEGABATCH, "train", "digits", "--epochs", "2", "--workers", "1", "--device", "cpu",
+         "--out", str(tmp_path / "run")],
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        result = megabatch("watch", tmp_path / "run", "--every", "0.2", "--json")
+        assert train.wait(120) == 0
+    finally:
+        train.kill()
+        train.wait()
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    told = last_json(result)
+    assert (told["state"], told["top1"], told["seen"]) == (
+        "finished", summary["top1"], summary["seen"],
+    )  # fmt: skip
+
+
+def test_listing_and_watching_need_no_torch():
+    check = "import sys, megabatch.verbs.runs, megabatch.verbs.watch, megabatch.verbs.report, "
+    check += "megabatch.report.run; sys.exit(int('torch' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
