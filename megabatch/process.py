@@ -30,7 +30,7 @@ def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
         torch.use_deterministic_algorithms(True)
     try:
         devices = [cluster.device] if cluster.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         torch.backends.cudnn.benchmark = searches

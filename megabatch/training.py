@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from megabatch.batch import step_at
 from megabatch.cluster import Cluster
@@ -194,7 +195,7 @@ def evaluate(
                 f"{run} was trained with {word} of its caller's: evaluate it from Python, "
                 f"megabatch.evaluate(run, {word}=...)"
             )
-    _check_own(model, data)
+    _check_model(model)
     found = checkpoint.newest(Path(run) / "checkpoints")
     if found is None:
         raise UserError(f"{run} has no good checkpoint to evaluate")
@@ -247,7 +248,7 @@ def _checked(config: Config, model: nn.Module | None, data: Any) -> Config:
         raise UserError(
             f"config is {config!r}, not a Config: give one, such as megabatch.recipes.digits()"
         )
-    _check_own(model, data)
+    _check_model(model)
     if model is not None:
         config = replace(config, model=f"own {type(model).__name__}")
     if data is not None:
@@ -255,28 +256,26 @@ def _checked(config: Config, model: nn.Module | None, data: Any) -> Config:
     return config.check()
 
 
-def _check_own(model: Any, data: Any) -> None:
-    """Refuse what cannot be a caller's own module or data."""
+def _check_model(model: Any) -> None:
+    """Refuse what cannot be a caller's own module, and a module that cannot be trained."""
+    if model is None:
+        return
     if isinstance(model, type):
         raise UserError(
             f"model is the class {model.__name__}, not a module: give {model.__name__}()"
+        )
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model is {model!r}, not a torch.nn.Module: give a module, or name a bundled model in "
+            f"config.model"
         )
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise UserError(
             f"model is wrapped in {type(model).__name__}, but training sums gradients over workers "
             f"itself: give the module inside, model.module"
         )
-    if model is not None and not isinstance(model, nn.Module):
-        raise UserError(
-            f"model is {model!r}, not a torch.nn.Module: give a module, or name a bundled model in "
-            f"config.model"
-        )
-    if data is None:
-        return
-    pair = isinstance(data, tuple | list) and len(data) == 2
-    for part in data if pair else [data]:
-        if not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
-            raise UserError(
-                f"data is {part!r}, which has no length or no items: give a map-style data set of "
-                f"(image, label), or a pair of them (train, val)"
-            )
+    for name, weight in model.named_parameters():
+        if is_lazy(weight) or weight.is_meta:
+            raise UserError(f"the model's {name} has no values yet: call the model on images once")
+        if weight.is_complex():
+            raise UserError(f"the model's {name} is complex: training is in real numbers")

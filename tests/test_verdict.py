@@ -1,6 +1,5 @@
-"""The verdict: right on injected delays, and advice that follows from the facts."""
+"""The verdict: right on injected delays, which a loader measures; advice follows from facts."""
 
-import statistics
 import threading
 import time
 from dataclasses import replace
@@ -18,78 +17,105 @@ from megabatch.runs.verdict import Clock, Facts, Waits, verdict
 FACTS = Facts(threads=4, cores=8, size=224)
 
 
-class Delayed(Memory):
-    """Images that take a while."""
-
-    instant = False
-
-    def __init__(self, seconds):
-        super().__init__(torch.zeros(512, 1, 2, 2, dtype=torch.uint8), torch.zeros(512).long(), 2)
-        self._seconds = seconds
-
-    def read(self, indices, draws):
-        time.sleep(self._seconds)
-        return super().read(indices, draws)
-
-
-def slept(seconds):
-    """How long it was in the end."""
-    began = time.perf_counter()
-    time.sleep(seconds)
-    return time.perf_counter() - began
+def epoch(input_, communication, compute, pause=0):
+    """The waits of eight steps with such delays, in milliseconds each, by a clock that is set."""
+    now, waited = [0.0], 5.0  # running totals begin anywhere
+    clock = Clock(now=lambda: now[0])
+    clock.lap(waited, 0.0)
+    for _ in range(8):
+        now[0] += input_ + communication + compute + pause
+        waited += input_
+        clock.waited_for_others(communication)
+        clock.passed_over(pause)
+    return clock.lap(waited, 0.0)
 
 
-def epoch(input_, communication, compute, pause=0.0, threads=1):
-    """Train for eight steps of one micro-batch with the given delays, in seconds a step, after one
-    that is not counted: the very first images are always waited for."""
-    config = Config(batch=4, micro=4, span=4, epochs=20, data=Data(size=2, threads=threads))
-    alone = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
-    loader = Loader(Delayed(input_), None, config, alone, torch.float32)
-    clock = Clock()
-    for step in list(steps(config.all_stages, 512, 1))[:9]:
-        if step.index == 1:
-            clock.lap(loader.waited_seconds, loader.busy_seconds)
-        for _ in loader.share(step):
-            time.sleep(compute)
-        clock.waited_for_others(slept(communication))
-        clock.passed_over(slept(pause))
-    waits = clock.lap(loader.waited_seconds, loader.busy_seconds)
-    loader.close()
-    return waits
-
-
-# Of reading, what computing and communicating do not hide is waited for. A step is 30 ms or more,
-# so that a busy machine's hiccups of a few milliseconds do not turn the outcome.
 CASES = {
-    "nothing waits": ((0.000, 0.000, 0.030), "compute"),
-    "reading is hidden by computing": ((0.010, 0.000, 0.040), "compute"),
-    "reading and computing are even": ((0.015, 0.000, 0.045), "compute"),
-    "reading takes twice as long": ((0.060, 0.000, 0.030), "input"),
-    "nothing but reading": ((0.040, 0.000, 0.000), "input"),
-    "reading longest, some communication": ((0.090, 0.010, 0.010), "input"),
-    "two threads are not enough": ((0.120, 0.000, 0.020, 0.0, 2), "input"),
-    "four threads hide it": ((0.040, 0.000, 0.050, 0.0, 4), "compute"),
-    "communication": ((0.000, 0.020, 0.030), "communication"),
-    "nothing but communication": ((0.000, 0.040, 0.000), "communication"),
-    "communication hides reading": ((0.020, 0.060, 0.010), "communication"),
-    "evaluation counts for nothing": ((0.000, 0.000, 0.030, 0.040), "compute"),
-    "evaluation does not hide communication": ((0.000, 0.020, 0.020, 0.040), "communication"),
+    "nothing waits": ((0, 0, 30), "compute"),
+    "a little of each": ((1, 1, 40), "compute"),
+    "reading takes twice as long as computing": ((30, 0, 30), "input"),
+    "nothing but reading": ((40, 0, 0), "input"),
+    "reading longest, some communication": ((70, 10, 10), "input"),
+    "communication": ((0, 20, 30), "communication"),
+    "nothing but communication": ((0, 40, 0), "communication"),
+    "communication longest, some reading": ((20, 60, 10), "communication"),
+    "evaluation counts for nothing": ((0, 0, 30, 40), "compute"),
+    "evaluation does not hide communication": ((0, 2, 30, 1000), "communication"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_injected_is_what_is_found(case):
     delays, bound = CASES[case]
-    # Real sleeps: on a busy machine one may last far longer than asked for, but hardly thrice.
-    found = [verdict(epoch(*delays), FACTS) for _ in range(3)]
-    assert statistics.mode(verdict.bound for verdict in found) == bound, found
+    waits = epoch(*delays)
+    input_, communication, compute = delays[:3]
+    assert waits == Waits(8 * (input_ + communication + compute), 8 * input_, 8 * communication)
+    assert verdict(waits, FACTS).bound == bound
 
 
-def test_the_shares_are_those_of_the_time():
-    waits = epoch(0.05, 0.0, 0.02)
-    assert 0.4 < waits.input / waits.seconds < 0.8  # 30 of 50 ms, and the first in full
-    assert waits.reading >= 8 * 0.05
-    assert waits.communication < 0.1 * waits.seconds
+class Asked(Memory):
+    """Images that are read when they are allowed to be, and then take a while."""
+
+    instant = False
+
+    def __init__(self, seconds):
+        super().__init__(torch.zeros(512, 1, 2, 2, dtype=torch.uint8), torch.zeros(512).long(), 2)
+        self.seconds, self.allowed, self.done = seconds, threading.Semaphore(0), []
+
+    def read(self, indices, draws):
+        assert self.allowed.acquire(timeout=60)
+        began = time.perf_counter()
+        time.sleep(self.seconds)
+        found = super().read(indices, draws)
+        self.done.append(time.perf_counter() - began)
+        return found
+
+
+def measured(source, before, micro_batches=9):
+    """What a loader says it waited and worked, beside what its caller saw; `before` is called with
+    the number of each micro-batch before that is asked for."""
+    config = Config(batch=4, micro=4, span=4, epochs=20, data=Data(size=2, threads=1))
+    alone = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
+    loader = Loader(source, None, config, alone, torch.float32)
+    try:
+        seen = []
+        for step in list(steps(config.all_stages, 512, 1))[:micro_batches]:
+            coming = loader.share(step)
+            before(step.index)
+            began = time.perf_counter()
+            next(coming)
+            seen.append(time.perf_counter() - began)
+            assert next(coming, None) is None
+        return loader.waited_seconds, loader.busy_seconds, seen
+    finally:
+        for _ in range(100):  # whatever is read ahead
+            source.allowed.release()
+        loader.close()
+
+
+def test_a_loader_counts_what_is_waited_for():
+    """Each micro-batch is read only once it is asked for; the first, always waited for, is no
+    news."""
+    source = Asked(0.03)
+    waited, busy, seen = measured(source, lambda _: source.allowed.release())
+    assert 0.5 * 8 * 0.03 < waited <= sum(seen[1:])
+    assert busy >= 9 * 0.03
+
+
+def test_a_loader_counts_no_work_that_is_hidden():
+    """Each micro-batch is there before it is asked for."""
+    source = Asked(0.03)
+
+    def computing(index):
+        source.allowed.release()
+        if index > 0:  # nothing is read before the first is asked for
+            end = time.monotonic() + 60
+            while len(source.done) <= index and time.monotonic() < end:
+                time.sleep(1e-3)
+
+    waited, busy, seen = measured(source, computing)
+    assert waited <= sum(seen[1:])
+    assert waited < 0.5 * busy and busy >= 9 * 0.03
 
 
 def test_advice_on_input():
@@ -157,5 +183,6 @@ def test_a_clock_starts_afresh_with_each_epoch():
 
 def test_threads_end_with_the_loader():
     before = threading.active_count()
-    epoch(0.001, 0.0, 0.0)
+    source = Asked(0.001)
+    measured(source, lambda _: source.allowed.release(), 2)
     assert threading.active_count() == before

@@ -177,8 +177,9 @@ def test_evaluate_needs_no_engine_and_gives_the_net_back(tmp_path, monkeypatch):
         ((SHORT, "resnet50"), r"model is 'resnet50', not a torch\.nn\.Module"),
         ((SHORT, nn.DataParallel(WithDropout())), r"sums gradients .* itself: .*model\.module"),
         ((SHORT, lambda x: x), r"not a torch\.nn\.Module"),
-        ((SHORT, None, iter([1])), "has no length or no items"),
-        ((SHORT, None, (7, 8)), "data is 7, which has no length"),
+        ((SHORT, nn.Sequential(nn.LazyLinear(10))), "the model's 0.weight has no values yet"),
+        ((SHORT, nn.Linear(64, 10, device="meta")), "the model's weight has no values yet"),
+        ((SHORT, nn.Linear(64, 10, dtype=torch.complex64)), "the model's weight is complex"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_a_sentence(arguments, words):
@@ -210,13 +211,14 @@ def test_a_net_that_gives_no_logits_is_named(answer, words):
         mb.train(SHORT, model=Answers(answer), quiet=True)
 
 
-@torch.no_grad()
-def test_a_caller_who_has_turned_gradients_off_can_train():
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_caller_who_has_turned_gradients_off_can_train(off):
     net = net_of()
-    before = net.head[2].weight.clone()
-    mb.train(SHORT, model=net, quiet=True)
+    before = net.head[2].weight.detach().clone()
+    with off():
+        mb.train(SHORT, model=net, quiet=True)
+        assert not torch.is_grad_enabled()
     assert not torch.equal(net.head[2].weight, before)
-    assert not torch.is_grad_enabled()
 
 
 # --- nothing is left --------------------------------------------------------------------------
