@@ -18,7 +18,8 @@ def main() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(cluster.device)
     model = DistributedDataParallel(net)
-    GradSync(cluster, plan="torus", wire="fp16").attach(model)  # megabatch
+    sync = GradSync(cluster, plan="torus", wire="fp16")  # megabatch
+    sync.attach(model)  # megabatch
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -31,6 +32,7 @@ def main() -> None:
         optimizer.step()
         if dist.get_rank() == 0 and step % 5 == 4:
             print(f"step {step + 1}: loss {loss.item():.4f}")
+    sync.close()  # megabatch
     dist.destroy_process_group()
 
 

@@ -86,6 +86,8 @@ def prepared(
     Afterwards it has its own layers again, in the modes they were in, with the weights and moving
     averages that they have by then; device and precision stay the run's.
     """
+    if cluster.group is not None:
+        raise UserError("a run has all workers, not a group of them: make the cluster without one")
     torch.manual_seed(config.seed)
     net = model
     if net is None:

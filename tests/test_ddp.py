@@ -53,8 +53,9 @@ def with_and_without(cluster, grid, plan, wire, integers):
         for p in net.parameters():
             p.data = (p.data * 20).round()
     nets = [DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=0.01) for _ in range(2)]
-    GradSync(cluster, plan, wire).attach(nets[0])
-    return [gradients(model, cluster.rank, integers) for model in nets]
+    with GradSync(cluster, plan, wire) as sync:
+        sync.attach(nets[0])
+        return [gradients(model, cluster.rank, integers) for model in nets]
 
 
 @pytest.mark.parametrize("plan", [*PLANS, "torus:halving_doubling", "ring:backend", "hybrid"])
@@ -75,8 +76,9 @@ def test_gradients_through_ddp_are_those_of_plain_ddp_up_to_rounding(grid, wire,
 
 def half_parameters(cluster):
     model = DistributedDataParallel(network().bfloat16())
-    GradSync(cluster, "torus").attach(model)
-    model(inputs(cluster.rank, True).bfloat16()).sum().backward()
+    with GradSync(cluster, "torus") as sync:
+        sync.attach(model)
+        model(inputs(cluster.rank, True).bfloat16()).sum().backward()
     return model.module[3].bias.grad.tolist()
 
 
@@ -146,7 +148,8 @@ def test_the_fastest_plan_of_each_size_is_chosen_and_sizes_between_go_to_the_nea
 def measured_choice(cluster, path):
     # Only the first rank has the file: it decides for all.
     mine = path if cluster.first else "nowhere.json"
-    return GradSync(replace(cluster, grid=(1, 2)), "auto", machine=mine).choice
+    with GradSync(replace(cluster, grid=(1, 2)), "auto", machine=mine) as sync:
+        return sync.choice
 
 
 def test_auto_takes_what_rank_0_measured(tmp_path):
@@ -212,6 +215,7 @@ def accelerate_loop(cluster, sync):
         optimizer.zero_grad()
         accelerator.backward(model(images).square().mean())
         optimizer.step()
+    ours.close()
     return ours.steps, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -267,6 +271,7 @@ def lightning_run(cluster, folder, sync):
         callbacks=[Attach()] if sync else [],
     )
     trainer.fit(module, DataLoader(TensorDataset(data), batch_size=4))
+    ours.close()
     return ours.steps, torch.cat([p.detach().flatten() for p in module.parameters()])
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import megabatch as mb
 from megabatch.cluster import Cluster
 from megabatch.sync.ddp import GradSync
 from megabatch.sync.execute import Pipeline
@@ -324,6 +325,12 @@ def alone(cluster):
         sync.attach(DistributedDataParallel(Net()))
 
 
+def train_in_a_group(cluster):
+    group = dist.new_group([0, 1])
+    config = mb.Config(data=mb.Data(source="synthetic", images=64), batch=32)
+    mb.train(config, cluster=Cluster.from_env(device="cpu", group=group), quiet=True)
+
+
 def wrong_wire(cluster):
     GradSync(cluster, wire="fp8")
 
@@ -339,6 +346,7 @@ SENTENCES = {
     another_hook: "has one already: .*can only be called once",
     another_device: "this module is on cpu and meta, but the cluster on cpu",
     alone: "sums over workers 0, 1, but the cluster has workers [01]: make the cluster when torch",
+    train_in_a_group: "a run has all workers, not a group of them",
     wrong_wire: "there is no wire 'fp8': there are fp32, fp16, bf16",
 }
 

@@ -35,7 +35,7 @@ def tree_all_reduce(
     nodes = [largest_nodes(count, interval) for interval in deal(count, world)]
     sizes = [len(held) + (own is not None) for held in nodes]
     incoming = rows.new_empty(sum(sizes), chunk)
-    dist.all_to_all_single(incoming, outgoing, sizes, [len(rows)] * world)
+    dist.all_to_all_single(incoming, outgoing, sizes, [len(rows)] * world, group=cluster.group)
     parts: dict[Node, Tensor] = {}
     owns: list[Tensor] = []
     for held, received in zip(nodes, incoming.split(sizes), strict=True):
@@ -45,7 +45,7 @@ def tree_all_reduce(
     for row in owns:
         total = total + row
     gathered = rows.new_empty(world * chunk)
-    all_gather(gathered, total)
+    all_gather(gathered, total, group=cluster.group)
     return gathered[:length]
 
 
@@ -91,7 +91,7 @@ class TreeSum:
         if by_tree or cluster.world == 1:
             return tree_all_reduce(self._rows(), self._count, cluster, own)
         total = self.local_sum(own)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=cluster.group)
         return total
 
     def local_sum(self, own: Tensor | None = None) -> Tensor:
