@@ -227,12 +227,8 @@ class Config:
         return self
 
     def _check_model(self) -> None:
-        if self.model.startswith("own "):
-            return
-        try:
+        if not self.model.startswith("own "):
             models.check(self.model, self.data.size)
-        except ValueError as error:
-            raise UserError(str(error)) from None
 
     def _check_batches(self) -> None:
         need(
