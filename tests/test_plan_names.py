@@ -47,7 +47,7 @@ def test_anything_else_is_refused_by_everyone(name):
     if name in NAMES or name in CHOICES:
         return
     for ask in (check_name, plan_of, lambda name: choose(name, "gloo")):
-        with pytest.raises(UserError, match="there is no (plan|wiring)"):
+        with pytest.raises(UserError, match=r"there is no (plan|wiring)"):
             ask(name)
     with pytest.raises(UserError):
         mb.Config(plan=name)
