@@ -39,11 +39,16 @@ def main(argv: list[str] | None = None) -> int:
         status: int = import_module(f"megabatch.verbs.{verb}").run(arguments[1:])
         return status
     except UserError as error:
-        print(f"megabatch: {error}", file=sys.stderr)
+        _say(error)
         return MISTAKE
     except (RunFailed, WorkerFailed) as error:
-        print(f"megabatch: {error}", file=sys.stderr)
+        _say(error)
         return FAILED
+
+
+def _say(error: Exception) -> None:
+    """One line, whatever a name in it holds."""
+    print("megabatch:", " ".join(str(error).splitlines()), file=sys.stderr)
 
 
 def _help() -> int:

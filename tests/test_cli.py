@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+
+from megabatch.cli import main
 
 MEGABATCH = [sys.executable, "-m", "megabatch.cli"]
 QUICK = ["--epochs", "1", "--device", "cpu"]
@@ -231,7 +235,27 @@ def mistaken(result, says):
         (["train", "digits", "--batch", "100"], "use 96 or 112"),
         (["train", "digits", "--micro", "24"], "not a multiple of span"),
         (["train", "digits", "--stages", "3"], "--stages"),
-        (["train", "digits", "--workers", "0"], "at least one"),
+        (["train", "digits", "--workers", "0"], "--workers is 0; give 1 to"),
+        (["train", "digits", "--workers", "100000000"], "--workers is 100000000; give 1 to"),
+        (["train", "digits", "--epochs", "1e99"], "epochs is 1e+99; it must be above 0"),
+        (["train", "digits", "--epochs", "nan"], "epochs is nan: give a finite number"),
+        (["train", "digits", "--epochs", "inf"], "epochs is inf: give a finite number"),
+        (["train", "digits", "--epochs"], "--epochs takes FLOAT: its value is missing"),
+        (["train", "digits", "--batch", "9" * 400], "batch is 999"),
+        (["train", "mlperf", "--batch", "9" * 400], "batch is 999"),
+        (["train", "digits", "--batch", "9" * 5000], "--batch takes"),
+        (["train", "digits", "--stages", "3:64:0.9:1"], "--stages takes [EPOCH:BATCH[:MOMENTUM]"),
+        (["train", "digits", "--grid", "1"], "--grid takes"),
+        (["train", "digits", "--name", "../x"], "cannot be a folder's"),
+        (["train", "digits", "--model", "own Net"], "a model of your own comes from Python"),
+        (["train", "digits", "--data.source", "own"], "a data of your own comes from Python"),
+        (["train", "digits", "--plan", "nonesuch"], "there is no plan 'nonesuch'"),
+        (["train", "digits", "--plan", "tours"], "did you mean torus?"),
+        (["train", "digits", "--optimizer.name", "lamb"], "--optimizer.no-momentum-correction"),
+        (["train", "digits", "hello"], "hello is no flag of megabatch train digits"),
+        (["train", "nowhere.json"], "the config nowhere.json cannot be read: No such file"),
+        (["plan", "nowhere.json"], "the config nowhere.json cannot be read: No such file"),
+        (["plan", "digits", "--epochs", "1e99"], "epochs is 1e+99"),
         (["train", "digits", "--resume"], "--resume needs --out"),
         (["train", "digits", "--model", "resnet5"], "did you mean 'resnet50'"),
         (["train", "digits", "--data.source", "folder"], "--data.path"),
@@ -244,6 +268,80 @@ def mistaken(result, says):
 )
 def test_mistakes_get_one_sentence_and_status_2(arguments, says, tmp_path):
     mistaken(megabatch(*arguments, cwd=tmp_path), says)
+
+
+def test_a_plan_that_is_none_is_refused_before_anything_starts():
+    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    mistaken(megabatch("train", "digits", "--plan", "nonesuch"), "there is no plan")
+    taken = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began
+    assert taken < 1.5  # of a processor: no torch, no worker
+
+
+def test_train_from_the_config_of_a_run(finished, tmp_path):
+    out, result = finished
+    flags = ["--workers", 1, "--json", "--out", tmp_path / "again"]
+    again = last_json(megabatch("train", out / "config.json", *flags))
+    assert again["weights_sha256"] == last_json(result)["weights_sha256"]
+    written = [json.loads((run / "config.json").read_text()) for run in (out, tmp_path / "again")]
+    assert written[0] == written[1]
+    # Flags and another length work as with a recipe.
+    flags = ["--workers", 1, "--json", "--out", tmp_path / "half", "--epochs", 0.5, "--seed", 7]
+    half = last_json(megabatch("train", out / "config.json", *flags))
+    assert half["seen"] < again["seen"]
+    config = json.loads((tmp_path / "half" / "config.json").read_text())
+    assert config["lr"]["warmup"] == written[0]["lr"]["warmup"] / 2
+    assert config["seed"] == 7
+    mistaken(megabatch("train", out), "is the folder of a run: name its config")
+
+
+HOSTILE = {
+    "misspelt": (lambda config: {**config, "epoch": 3}, "there is no setting 'epoch'"),
+    "wrong type": (lambda config: {**config, "batch": "64"}, "batch is '64': give a whole number"),
+    "no number": (lambda config: {**config, "epochs": float("nan")}, "NaN is no number"),
+    "endless": (lambda config: {**config, "epochs": 1e99}, "epochs is 1e+99"),
+    "contradiction": (lambda config: {**config, "micro": 48}, "cannot be made of micro-batches"),
+    "plan": (lambda config: {**config, "plan": "tours"}, "did you mean torus?"),
+    "no object": (lambda config: [config], "give an object of settings"),
+}
+
+
+@pytest.mark.parametrize("kind", [*HOSTILE, "bomb", "cut"])
+@pytest.mark.parametrize("verb", ["train", "plan", "evaluate", "resume"])
+def test_a_broken_config_is_one_sentence_for_every_verb(verb, kind, finished, tmp_path, capsys):
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    path = run / "config.json"
+    text = path.read_text()
+    if kind in HOSTILE:
+        change, says = HOSTILE[kind]
+        path.write_text(json.dumps(change(json.loads(text))))
+    else:
+        path.write_text("[" * 500_000 if kind == "bomb" else text[: len(text) // 2])
+        says = "nested too deeply" if kind == "bomb" else "it is not JSON"
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    arguments = {
+        "train": ["train", path, "--workers", 1, "--out", tmp_path / "new"],
+        "plan": ["plan", path],
+        "evaluate": ["evaluate", run],
+        "resume": ["train", "digits", *QUICK, "--workers", 1, "--out", run, "--resume"],
+    }[verb]
+    assert main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    last = err.splitlines()[-1]
+    assert last.startswith("megabatch: ") and says in last and str(path) in last
+    assert out == "" and "Traceback" not in err
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_evaluating_a_run_of_someone_elses_writes_nowhere(finished, tmp_path):
+    """A config may ask for a copy of its pack in any folder; an evaluation makes none."""
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["data"]["local_copy"] = str(tmp_path / "theirs")
+    (run / "config.json").write_text(json.dumps(config))
+    found = last_json(megabatch("evaluate", run, "--json"))
+    assert found["top1"] == last_json(finished[1])["top1"]
+    assert not (tmp_path / "theirs").exists()
 
 
 def test_a_second_run_does_not_overwrite_the_first(finished):

@@ -119,6 +119,11 @@ def changed(config, change):
             "momentum_correction belongs to --optimizer.form paper",
         ),
         ({"data": {"size": 0}}, "data.size is 0"),
+        (
+            {"data": {"size": 10_000, "source": "synthetic", "images": 10_000}},
+            "a synthetic set of 10,000 images of 10000 x 10000 has more than 4,000,000,000 values",
+        ),
+        ({"data": {"size": 10_000, "channels": 3}}, "one pass of 16 images of 10000 x 10000 has"),
         ({"data": {"channels": 2}}, "data.channels is 2"),
         ({"data": {"val_share": 1.0}}, "data.val_share is 1"),
         ({"data": {"crop_area": (1.0, 0.5)}}, "data.crop_area"),

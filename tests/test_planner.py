@@ -108,7 +108,7 @@ def test_a_price_is_the_time_of_the_messages_run_one_by_one(name):
         assert price(PLANNED[name], y, x, UNIFORM).seconds(nbytes) == pytest.approx(taken, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["halving_doubling", "three_phase", "torus_halving_doubling"])
+@pytest.mark.parametrize("name", ["ring:halving_doubling", "three_phase", "torus:halving_doubling"])
 def test_so_is_that_of_halving_and_doubling_on_powers_of_two(name):
     for (y, x), nbytes in product([(1, 2), (2, 2), (1, 8), (4, 2), (4, 4)], (0, 1_000_000)):
         taken = run_messages(plans.lower(PLANNED[name], y, x), nbytes, 3e-6, 2e9, y * x)

@@ -16,7 +16,15 @@ from typing import Literal
 from megabatch import models
 from megabatch.batch import Stage, count_steps
 from megabatch.config import written
-from megabatch.config.sections import EPOCHS, IMAGES, Data, LearningRate, Noise, OptimizerConfig
+from megabatch.config.sections import (
+    EPOCHS,
+    IMAGES,
+    PIXELS,
+    Data,
+    LearningRate,
+    Noise,
+    OptimizerConfig,
+)
 from megabatch.config.settings import (
     Rule,
     check_setting,
@@ -219,12 +227,8 @@ class Config:
         return self
 
     def _check_model(self) -> None:
-        if self.model.startswith("own "):
-            return
-        try:
+        if not self.model.startswith("own "):
             models.check(self.model, self.data.size)
-        except ValueError as error:
-            raise UserError(str(error)) from None
 
     def _check_batches(self) -> None:
         need(
@@ -241,6 +245,19 @@ class Config:
                 batch % self.micro == 0,
                 f"{name} {batch} cannot be made of micro-batches of {self.micro}: "
                 f"use {near}, or change --micro",
+            )
+
+        self._check_pixels()
+
+    def _check_pixels(self) -> None:
+        """No file may ask for memory without bound."""
+        a_picture = self.data.size**2 * self.data.channels
+        made = self.data.images if self.data.kind == "synthetic" else 0
+        for what, images in (("one pass", self.micro), ("a synthetic set", made)):
+            need(
+                images * a_picture <= PIXELS,
+                f"{what} of {images:,} images of {self.data.size} x {self.data.size} has more than "
+                f"{PIXELS:,} values: take fewer images, or smaller ones",
             )
 
     def _check_length(self) -> None:

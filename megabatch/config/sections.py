@@ -16,6 +16,8 @@ EPOCHS = 1e9
 """the longest run, in epochs"""
 IMAGES = 10**9
 """the most images of a batch or of a synthetic set"""
+PIXELS = 4 * 10**9
+"""the most values of images that are in memory at once"""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,20 @@
 """The models, by name: ResNet (Goyal 2017), AlexNet (You 2018, Jia 2018) and a small net for CPUs.
 
-Names and image sizes are checked without importing torch: `--help` and a wrong name answer at once.
+A file here declares its models as MODELS, a plain literal of names and the only image size each
+takes (None: any), and has a function of each name: a new model is a new file. The literals are read
+without importing the files, hence without torch: `--help` and a wrong name answer at once.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from megabatch.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,34 +25,31 @@ class _Entry(NamedTuple):
     image_size: int | None = None  # the only size the net takes; None: it pools what it is given
 
 
-_MODELS = {
-    "alexnet": _Entry("alexnet", 227),
-    "alexnet_bn": _Entry("alexnet", 227),
-    "alexnet_bn_pool5": _Entry("alexnet", 227),
-    "resnet18": _Entry("resnet"),
-    "resnet34": _Entry("resnet"),
-    "resnet50": _Entry("resnet"),
-    "resnet101": _Entry("resnet"),
-    "resnet152": _Entry("resnet"),
-    "small": _Entry("small"),
-    "small20": _Entry("small"),
-}
+@functools.cache
+def _models() -> dict[str, _Entry]:
+    return {
+        name: _Entry(file.stem, size)
+        for file in sorted(Path(__file__).parent.glob("[!_]*.py"))
+        for statement in ast.parse(file.read_text()).body
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "MODELS"
+        for name, size in ast.literal_eval(statement.value).items()
+    }
 
 
 def names() -> tuple[str, ...]:
     """The names `build` knows, family by family."""
-    return tuple(_MODELS)
+    return tuple(_models())
 
 
 def check(name: str, image_size: int | None = None) -> None:
-    """Raise ValueError, in one sentence, for an unknown name or a size the model cannot take."""
-    if name not in _MODELS:
-        close = difflib.get_close_matches(name, _MODELS, n=1)
+    """Refuse, in one sentence, for an unknown name or a size the model cannot take."""
+    if name not in _models():
+        close = difflib.get_close_matches(name, _models(), n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"no model is called {name!r}{hint}; the models are {', '.join(_MODELS)}")
-    only = _MODELS[name].image_size
+        raise UserError(f"no model is called {name!r}{hint}; the models are {', '.join(_models())}")
+    only = _models()[name].image_size
     if only is not None and image_size not in (None, only):
-        raise ValueError(f"model {name!r} takes images of {only} px, not of {image_size} px")
+        raise UserError(f"model {name!r} takes images of {only} px, not of {image_size} px")
 
 
 def build(
@@ -56,6 +60,6 @@ def build(
     `image_size` is checked and does not change the model; None leaves the check to the first image.
     """
     check(name, image_size)
-    make = getattr(import_module(f"{__name__}.{_MODELS[name].module}"), name)
+    make = getattr(import_module(f"{__name__}.{_models()[name].module}"), name)
     model: nn.Module = make(num_classes=num_classes, channels=channels)
     return model

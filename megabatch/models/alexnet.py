@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+MODELS = {"alexnet": 227, "alexnet_bn": 227, "alexnet_bn_pool5": 227}
+
 IMAGE_SIZE = 227
 
 # Our images are standardised. Caffe's were pixels of 0 to 255 less their mean (AlexNet), or a 256th

@@ -9,6 +9,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+MODELS = {
+    "resnet18": None,
+    "resnet34": None,
+    "resnet50": None,
+    "resnet101": None,
+    "resnet152": None,
+}
+
 # ReLU is not in place: batch norm does not keep its output for the backward pass, so no memory is
 # lost, and a batch norm that returns a view of its work can stand in for the plain one.
 

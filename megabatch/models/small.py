@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from megabatch.models.resnet import BasicBlock, initialise, stage
 
+MODELS = {"small": None, "small20": None}
+
 
 class SmallResNet(nn.Module):
     """A 3x3 stem, no pooling, then three stages of `width`, 2 and 4 times `width` channels."""

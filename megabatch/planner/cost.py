@@ -13,6 +13,7 @@ from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
+from megabatch.errors import UserError
 from megabatch.planner.machine import Machine
 from megabatch.plans.phase import CLOSES, Phase, Plan, check
 
@@ -150,6 +151,8 @@ def legs(plan: Plan, y: int, x: int, machine: Machine) -> Iterator[PricedPhase]:
 def _collective(phase: Phase, line: Line, machine: Machine) -> Price:
     op = CLOSES.get(phase.op, phase.op)
     ways = 2 if op == "all_reduce" else 1
+    if phase.wiring not in ("ring", "halving_doubling"):
+        raise UserError(f"the planner has no price for the wiring {phase.wiring}")
     if phase.wiring == "ring":
         cost = _chain(line, machine) if op == "reduce" else _ring(line, machine)
     elif op == "reduce":

@@ -194,7 +194,7 @@ def _mlperf(machine: Machine) -> Iterator[Row]:
         (512, (64, 8), 20480, 50, 30.2),
         (3584, (448, 8), 57344, 77, 11.0),
     ):
-        setting = Setting("torus_halving_doubling", grid, 0, "fp16")
+        setting = Setting("torus:halving_doubling", grid, 0, "fp16")
         found = replay(machine, gpus, batch, setting, epochs=epochs)
         yield Row("MLPerf v3.0", f"{gpus:,} H100, batch {batch:,}, {epochs} epochs", "s", seconds,
                   found.train_seconds, None,
@@ -221,10 +221,10 @@ def _you(knl: Machine, skx: Machine) -> Iterator[Row]:
         ("1,024 CPUs, 90 epochs", skx, 1024, 16384, 90, 52, "its rate is this row's", True),
         ("1,600 CPUs, 90 epochs", skx, 1600, 16000, 90, 31, "", False),
     ):
-        setting = Setting("halving_doubling", (1, workers), 0)
+        setting = Setting("ring:halving_doubling", (1, workers), 0)
         found = replay(machine, workers, batch, setting, epochs=epochs)
         yield replace(_minutes("You 2018", what, minutes, found, remark), given=given)
-    setting = Setting("halving_doubling", (1, 2048), 0)
+    setting = Setting("ring:halving_doubling", (1, 2048), 0)
     found = replay(skx, 2048, 32768, setting, model="alexnet_bn", epochs=100)
     yield _minutes(
         "You 2018",

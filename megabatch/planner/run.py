@@ -25,12 +25,13 @@ from megabatch.planner.step import (
     unmeasured,
 )
 from megabatch.planner.workload import Images, Workload, images_of, workload_of
-from megabatch.plans import PLANS, RING, TORUS, Plan, through
+from megabatch.plans import PLANS, Plan
+from megabatch.plans.names import plan_of
 
-FLAT: dict[str, Plan] = {"ring": RING, "halving_doubling": through(RING, "halving_doubling")}
-PLANNED: dict[str, Plan] = (
-    FLAT | PLANS | {"torus_halving_doubling": through(TORUS, "halving_doubling")}
-)
+FLAT = ("ring", "ring:halving_doubling")
+PLANNED: dict[str, Plan] = {
+    name: plan_of(name) for name in (*FLAT, *PLANS, "torus:halving_doubling")
+}
 """the plans that a search goes through, by name"""
 
 LANES = 3  # of the trainer's engine (execute.py); buckets in them hide each other's latency
@@ -159,7 +160,7 @@ class Job:
     def price(self, setting: Setting) -> Price:
         key = (setting.plan, setting.grid)
         if key not in self._prices:
-            plan = PLANNED[setting.plan]
+            plan = plan_of(setting.plan)
             self._prices[key] = price(plan, *setting.grid, self.machine) if self.gpus > 1 else FREE
         return self._prices[key]
 

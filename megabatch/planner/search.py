@@ -15,6 +15,7 @@ from megabatch.planner.machine import Machine, load
 from megabatch.planner.run import FLAT, LANES, PLANNED, Forecast, Job, Setting
 from megabatch.planner.step import WIRES
 from megabatch.planner.workload import Workload
+from megabatch.plans.names import plan_of
 
 BUCKETS_MB = (1.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0, 1000.0)
 
@@ -59,8 +60,8 @@ def candidates(
     wire: str = "fp32",
 ) -> Iterator[Setting]:
     """Every plan, grid and bucket size that is left open, plan by plan."""
-    if plan is not None and plan not in PLANNED:
-        raise UserError(f"there is no plan {plan!r}: {nearest(plan, PLANNED)}")
+    if plan is not None:
+        plan_of(plan)
     if grid is not None and grid[0] * grid[1] != gpus:
         raise UserError(
             f"a grid of {grid[0]} x {grid[1]} holds {grid[0] * grid[1]} GPUs, not {gpus}"
@@ -75,7 +76,7 @@ def candidates(
 
 def grids(plan: str, gpus: int) -> list[tuple[int, int]]:
     """The grids that mean something: one line for a flat plan, else two sides of two and more."""
-    if plan in FLAT or gpus < 4:
+    if gpus < 4 or all(phase.axis == "xy" for phase in plan_of(plan)):
         return [(1, gpus)]
     sides = [side for side in _divisors(gpus) if 1 < side < gpus]
     return [(gpus // side, side) for side in sides] or [(1, gpus)]

@@ -1,7 +1,7 @@
 """An all-reduce is a value: a tuple of phases, lowered to messages that are proved, priced and run.
 
-Read phase, axis, grid, then proof and price; docs/algorithms.md names the papers and counts the
-steps and bytes of each plan, and `python -m megabatch.plans` prints its table.
+Read phase, wiring, axis, grid, then proof and price; docs/algorithms.md names the papers and counts
+the steps and bytes of each plan, and `python -m megabatch.plans` prints its table.
 """
 
 from megabatch.plans.grid import GridPhase, Group, Move, lower, on_grid

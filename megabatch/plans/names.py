@@ -8,10 +8,9 @@ thresholds of size, or to what was measured.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
 
 from megabatch.errors import UserError, nearest
-from megabatch.plans.phase import PLANS, Plan, Via, through
+from megabatch.plans.phase import PLANS, VIAS, Plan, through
 
 CHOICES = ("backend", "hybrid", "auto")
 """settings of a plan that name no single one"""
@@ -24,10 +23,9 @@ def plan_of(name: str) -> Plan:
         raise UserError(f"there is no plan {plan!r}: {nearest(plan, PLANS)}")
     if not colon:
         return PLANS[plan]
-    for wiring in get_args(Via):
-        if via == wiring:
-            return through(PLANS[plan], wiring)
-    raise UserError(f"there is no wiring {via!r}: {nearest(via, get_args(Via))}")
+    if via not in VIAS:
+        raise UserError(f"there is no wiring {via!r}: {nearest(via, VIAS)}")
+    return through(PLANS[plan], via)
 
 
 def named(name: str, backend: str) -> Plan:

@@ -7,10 +7,12 @@ al. 2018 and BlueConnect Cho et al. 2019.
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
+from megabatch.plans.wiring import WIRINGS
+
 Op = Literal["reduce", "broadcast", "reduce_scatter", "all_gather", "all_reduce"]
 Axis = Literal["x", "y", "xy"]
-Via = Literal["backend", "ring", "halving_doubling"]
-Wiring = Literal["ring", "halving_doubling"]
+VIAS = ("backend", *WIRINGS)
+"""how a phase may be done: by the backend's own collective, or by a wiring of ours"""
 
 # A phase that comes up, and the one that it closes.
 CLOSES: dict[Op, Op] = {"broadcast": "reduce", "all_gather": "reduce_scatter"}
@@ -26,18 +28,19 @@ class Phase:
 
     op: Op
     axis: Axis
-    via: Via = "backend"
+    via: str = "backend"
 
     def __post_init__(self) -> None:
-        for value, kind in ((self.op, Op), (self.axis, Axis), (self.via, Via)):
-            if value not in get_args(kind):
-                raise ValueError(f"{value!r} is not one of {', '.join(get_args(kind))}")
+        known = ((self.op, get_args(Op)), (self.axis, get_args(Axis)), (self.via, VIAS))
+        for value, values in known:
+            if value not in values:
+                raise ValueError(f"{value!r} is not one of {', '.join(values)}")
 
     def __str__(self) -> str:
         return f"{self.op} on {self.axis}"
 
     @property
-    def wiring(self) -> Wiring:
+    def wiring(self) -> str:
         """Who sends to whom; a backend (NCCL, gloo) is taken for a ring, its model here."""
         return "ring" if self.via == "backend" else self.via
 
@@ -67,7 +70,7 @@ PLANS: dict[str, Plan] = {
 }
 
 
-def through(plan: Plan, via: Via) -> Plan:
+def through(plan: Plan, via: str) -> Plan:
     """The same plan with every phase done one way."""
     return tuple(replace(phase, via=via) for phase in plan)
 

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from megabatch.config import Config, check_setting
@@ -38,6 +39,9 @@ def named(name: str, epochs: float | None = None, batch: int | None = None) -> C
             check_setting(Config, setting, value)
     if name.endswith(".json"):
         return Config.read(name).resized(epochs=epochs, batch=batch)
+    written = os.path.join(name, "config.json")
+    if os.path.isfile(written):
+        raise UserError(f"{name} is the folder of a run: name its config, {written}")
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}: {nearest(name, RECIPES)}")
     if batch is not None and name in BY_BATCH:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megabatch.plans import Group, Move, Phase, Plan, on_grid
 from megabatch.plans.phase import CLOSES
+from megabatch.plans.wiring import WIRINGS
 
 
 class Exchange(NamedTuple):
@@ -51,8 +52,7 @@ def program(plan: Plan, y: int, x: int, rank: int) -> tuple[RankPhase, ...]:
 
 
 def _exchange(moves: list[Move], phase: Phase, before: int, after: int) -> Exchange:
-    # A ring's partial sum grows by a member a step, halving's doubles at most.
-    grown = moves[0].step + 1 if phase.wiring == "ring" else 1 << moves[0].step
+    grown = WIRINGS[phase.wiring].counted(moves[0].step)
     return Exchange(
         tuple(move for move in moves if move.action == "send"),
         tuple(move for move in moves if move.action == "receive"),

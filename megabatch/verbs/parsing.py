@@ -93,7 +93,8 @@ def _refuse(kind: type, mistake: mistakes.ParseErrorEvent) -> NoReturn:
 
 
 def _usage(argument: Any) -> str:
-    return f"{argument.display_name()} takes {argument.lowered.metavar}"
+    metavar = argument.lowered.metavar.removeprefix("{None}|")
+    return f"{argument.display_name()} takes {metavar}"
 
 
 def _stage_rule(info: Any) -> Any:

@@ -19,6 +19,8 @@ from megabatch.errors import DONE, STOPPED, UserError
 from megabatch.launch import run_local
 from megabatch.verbs.parsing import parse, parse_some
 
+MOST_WORKERS = 1024  # of one machine: more are a slip of the finger
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -69,8 +71,8 @@ def run(arguments: list[str]) -> int:
         first, summary = train_here(*call)
     else:
         workers = _local_workers(launch.device) if launch.workers is None else launch.workers
-        if workers < 1:
-            raise UserError(f"--workers is {workers}; at least one is needed")
+        if not 1 <= workers <= MOST_WORKERS:
+            raise UserError(f"--workers is {workers}; give 1 to {MOST_WORKERS}")
         once = workers == 1
         first, summary = train_here(*call) if once else run_local(workers, train_here, *call)
     if first:
@@ -100,7 +102,13 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
     # Another length or batch stretches the whole recipe; what is given explicitly still wins.
     recipe = recipes.named(name, size.epochs, size.batch)
     flags = parse(TrainFlags, words, arguments, TrainFlags(Launch(), recipe))
-    return flags.config.check(), flags.launch
+    config = flags.config.check()
+    for word, given in (("model", config.model.split()[0]), ("data", config.data.source)):
+        if given == "own":
+            raise UserError(
+                f"a {word} of your own comes from Python: megabatch.train(config, {word}=...)"
+            )
+    return config, flags.launch
 
 
 def _local_workers(device: str) -> int:

@@ -57,11 +57,11 @@ def cases() -> list[Case]:
     """Those of most hosts first, in the order in which they are run."""
     found = []
     for nbytes in (50_000, 200_000, 800_000):
-        found += [Case(HOSTS, plan, (1, 8), nbytes) for plan in ("ring", "halving_doubling")]
+        found += [Case(HOSTS, plan, (1, 8), nbytes) for plan in ("ring", "ring:halving_doubling")]
         for plan in ("torus", "hierarchical", "three_phase", "blueconnect"):
             found.append(Case(HOSTS, plan, (4, 2), nbytes))
         found.append(Case(HOSTS, "torus", (2, 4), nbytes))
-    for plan, grid in (("ring", (1, 8)), ("halving_doubling", (1, 8)), ("torus", (4, 2))):
+    for plan, grid in (("ring", (1, 8)), ("ring:halving_doubling", (1, 8)), ("torus", (4, 2))):
         for micro, bucket_mb in ((4, 0.1), (4, 0.3), (8, 0.1), (8, 0.3), (8, 1.0), (8, 10.0)):
             found.append(Case(HOSTS, plan, grid, micro=micro, bucket_mb=bucket_mb))
     for hosts in (3, 2):
@@ -77,11 +77,11 @@ def predict(case: Case, file: str) -> float:
     from megabatch.config import Config, Data
     from megabatch.planner import forecast, load
     from megabatch.planner.cost import price
-    from megabatch.planner.run import PLANNED
+    from megabatch.plans.names import plan_of
 
     machine = load(file)
     if not case.micro:
-        return price(PLANNED[case.plan], *case.grid, machine).seconds(case.nbytes)
+        return price(plan_of(case.plan), *case.grid, machine).seconds(case.nbytes)
     batch = case.micro * case.world
     data = Data("synthetic", size=SIZE, channels=CHANNELS, images=10 * batch, classes=CLASSES)
     config = Config(name="emulated", model=MODEL, batch=batch, epochs=1.0, data=data)
@@ -97,14 +97,12 @@ def predict(case: Case, file: str) -> float:
 def call_of(case: Case, cluster: Any, ending: contextlib.ExitStack) -> Callable[[], None]:
     import torch
 
-    from megabatch.sync.choice import named
+    from megabatch.plans.names import named
     from megabatch.sync.execute import execute
 
-    # the planner's name of a plan as the trainer takes it
-    name = "ring:halving_doubling" if case.plan == "halving_doubling" else case.plan
     if case.micro:
-        return training_step(cluster, ending, case.micro, name, case.bucket_mb)
-    plan, tensor = named(name, "gloo"), torch.zeros(case.nbytes // 4)
+        return training_step(cluster, ending, case.micro, case.plan, case.bucket_mb)
+    plan, tensor = named(case.plan, "gloo"), torch.zeros(case.nbytes // 4)
     return lambda: execute(plan, tensor, cluster)
 
 

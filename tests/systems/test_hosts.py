@@ -88,7 +88,7 @@ def test_the_first_failure_ends_all_workers():
 
 SUM = """if True:
     import torch, torch.distributed as dist
-    from megabatch.sync.choice import named
+    from megabatch.plans.names import named
     from megabatch.cluster import Cluster
     from megabatch.sync.execute import execute
     cluster = Cluster.from_env(device="cpu")

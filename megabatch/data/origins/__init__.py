@@ -7,14 +7,17 @@ has no val part, packing holds a share out.
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from pkgutil import iter_modules
+from typing import Any, Protocol
 
 import numpy
 from numpy.typing import NDArray
 
 from megabatch.data.jpeg import Encoded, Pixels
-from megabatch.data.origins import cifar, folders, idx, parquet, tars
+from megabatch.data.origins import folders
 from megabatch.errors import UserError
 
 
@@ -47,12 +50,20 @@ class Origin(Protocol):
         ...
 
 
+@cache
+def kinds() -> tuple[Any, ...]:
+    """The modules here that know a kind of data set: found_at(path) -> bool, open_at(path) ->
+    Origin. A new kind is a new file; folders of any images come last."""
+    found = (import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__))
+    known = [module for module in found if hasattr(module, "found_at")]
+    return tuple(sorted(known, key=lambda module: (module is folders, module.__name__)))
+
+
 def open_origin(path: Path) -> Origin:
     """The data set at a path, of whatever kind it is."""
     if not path.exists():
         raise UserError(f"there is no {path}: name a folder or an archive of images")
-    kinds = (cifar, idx, parquet, tars, folders)
-    for kind in kinds:
+    for kind in kinds():
         if kind.found_at(path):
             opened: Origin = kind.open_at(path)
             return opened

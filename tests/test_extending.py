@@ -1,0 +1,65 @@
+"""docs/extending.md: each diff changes one file, applies to the package, and does its work."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megabatch
+
+PACKAGE = Path(megabatch.__file__).parent
+PAGE = (PACKAGE.parent / "docs" / "extending.md").read_text()
+EXAMPLES = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+
+
+def blocks(part, kind):
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", part, re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if name == kind]
+
+
+def run(command, where, text=None):
+    found = subprocess.run(
+        command,
+        cwd=where,
+        input=text,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(where)},
+        timeout=240,
+    )
+    assert found.returncode == 0, found.stderr + found.stdout
+    return found
+
+
+def test_these_are_extensions_of_one_file():
+    assert list(EXAMPLES) == ["An all-reduce", "A wiring", "A model", "An origin"]
+    for part in EXAMPLES.values():
+        (diff,) = blocks(part, "diff")
+        assert len(re.findall(r"^\+\+\+ ", diff, re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_worked_example_works(name, tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "megabatch", ignore=shutil.ignore_patterns("__pycache__"))
+    (diff,) = blocks(EXAMPLES[name], "diff")
+    # Lines may have moved, what they say may not.
+    run(["git", "apply", "--unidiff-zero", "-"], tmp_path, diff)
+    code = "\n".join(blocks(EXAMPLES[name], "python"))
+    ours = f"import megabatch; assert megabatch.__file__.startswith({str(tmp_path)!r})\n"
+    run([sys.executable, "-c", ours + code], tmp_path)
+    for line in "".join(blocks(EXAMPLES[name], "")).splitlines():
+        _, *words = shlex.split(line)
+        run([sys.executable, "-m", "megabatch.cli", *words], tmp_path)
+
+
+def test_the_examples_are_not_there_already(tmp_path):
+    """Without its diff an example fails: what it shows is the diff's work."""
+    for name in ("An all-reduce", "A wiring", "A model"):
+        code = "\n".join(blocks(EXAMPLES[name], "python"))
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert found.returncode != 0, name
