@@ -76,7 +76,7 @@ class Folders:
 
     def read(self, index: int) -> bytes:
         with self._opened(index) as file:
-            return file.read(_MOST_BYTES)
+            return file.read()
 
     def seems_whole(self, index: int) -> bool:
         """Whether a file can be opened, and begins and ends as an image does."""
