@@ -23,13 +23,15 @@ from PIL import Image
 from megabatch.batch import Step, steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
-from megabatch.data.crop import crop_draws
-from megabatch.data.jpeg import Workspace, head_of, pixels, region
+from megabatch.data import pool
+from megabatch.data.crop import bring_to_size, crop_draws
+from megabatch.data.jpeg import BadImage, Workspace, head_of, pixels, region
 from megabatch.data.loader import Loader
 from megabatch.data.opening import open_sources
 from megabatch.data.packfile import Pack
 from megabatch.data.pool import TRAINING, Decoders
 from megabatch.data.slots import Layout, Slots
+from megabatch.data.source import Order
 from megabatch.errors import RunFailed, UserError
 
 PHOTOS = Data(size=12, channels=3, crop_area=(0.2, 1.0), flip=True, threads=2, processes="always")
@@ -47,10 +49,8 @@ def loading(path, **data):
     config = replace(CONFIG, data=replace(PHOTOS, path=str(path), **data))
     train, val = open_sources(config)
     loader = Loader(train, val, config, ALONE, torch.float32)
-    try:
+    with loader:
         yield loader, list(steps(config.all_stages, len(train), config.epochs))
-    finally:
-        loader.close()
 
 
 @pytest.fixture
@@ -70,6 +70,34 @@ def decoding(monkeypatch):
         return sorted(found)
 
     return running
+
+
+def until(found, seconds=60):
+    """Wait for something, with a deadline; what it was."""
+    deadline = time.monotonic() + seconds
+    while not found() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found()
+
+
+def started(loader):
+    """The first process, which only waits, and those that decode, once all of them are there."""
+    decoders, processes = loader._decoders, loader.threads + 1
+
+    def all_there():
+        decoders.exchange(wait=True)
+        return len(decoders.processes) == processes
+
+    assert until(all_there)
+    return decoders.processes
+
+
+def read_on(loader, seconds=60):
+    """Steps without end, until something is wrong or the deadline."""
+    deadline, index = time.monotonic() + seconds, 1
+    while time.monotonic() < deadline:
+        list(loader.share(Step(index, 40 * index, 40, 0.0, 0)))
+        index += 1
 
 
 # --- the same images
@@ -170,37 +198,68 @@ def test_images_that_are_gone_when_the_processes_open_them(packs, tmp_path):
         list(loader.share(Step(0, 0, 40, 0.0, 0)))
 
 
-@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("which", ["all", "one", "first"])
 def test_a_process_that_is_killed_ends_the_run_in_words(packs, decoding, which):
+    """Also the first one, although the others still decode."""
     with loading(packs / "jpeg.arrow") as (loader, _):
         list(loader.share(Step(0, 0, 40, 0.0, 0)))
-        ours = decoding()
-        assert len(ours) == 3  # the first, which only waits, and two that decode
-        if which == 0:
-            for process in ours:
-                os.kill(process, signal.SIGKILL)
-        else:
-            os.kill(ours[-1], signal.SIGKILL)
-        with pytest.raises(RunFailed, match=r"killed by signal 9|processes ended"):
-            for index in range(1, 200):
-                list(loader.share(Step(index, 40 * index, 40, 0.0, 0)))
+        first, *others = started(loader)
+        assert sorted([first, *others]) == decoding()
+        for process in {"all": [first, *others], "one": others[1:], "first": [first]}[which]:
+            os.kill(process, signal.SIGKILL)
+        words = {
+            "all": r"processes ended \(exit status -9\)",
+            "one": rf"killed by signal 9|process {others[1]} ended",
+            "first": r"processes ended \(exit status -9\)",
+        }[which]
+        with pytest.raises(RunFailed, match=words):
+            read_on(loader)
     assert not decoding()
 
 
 def test_nobody_waits_for_a_process_that_the_first_cannot_report_any_more(packs, decoding):
     with loading(packs / "jpeg.arrow") as (loader, _):
         list(loader.share(Step(0, 0, 40, 0.0, 0)))
-        first, *others = decoding()
+        first, *others = started(loader)
         for process in others:
             os.kill(process, signal.SIGSTOP)
         os.kill(first, signal.SIGKILL)
         with pytest.raises(RunFailed, match=r"processes ended \(exit status -9\)"):
-            for index in range(1, 20):
-                list(loader.share(Step(index, 40 * index, 40, 0.0, 0)))
-    deadline = time.monotonic() + 20
-    while decoding() and time.monotonic() < deadline:
-        time.sleep(0.05)
+            read_on(loader)
     assert not decoding()
+
+
+@pytest.mark.parametrize("stopped", [[0], [1], [1, 2], [0, 1, 2]])
+def test_processes_that_are_stopped_are_noticed_and_named(packs, decoding, monkeypatch, stopped):
+    monkeypatch.setattr(pool, "STOPPED_SECONDS", 2.0)
+    with loading(packs / "jpeg.arrow") as (loader, _):
+        list(loader.share(Step(0, 0, 40, 0.0, 0)))
+        chosen = [started(loader)[number] for number in stopped]
+        for process in chosen:
+            os.kill(process, signal.SIGSTOP)
+        names = ", ".join(map(str, chosen))
+        with pytest.raises(RunFailed, match=rf"process {names} has been stopped for 2 s"):
+            read_on(loader)
+    assert not decoding()
+
+
+def test_a_short_stop_is_no_failure(packs):
+    with loading(packs / "jpeg.arrow") as (loader, _):
+        list(loader.share(Step(0, 0, 40, 0.0, 0)))
+        processes, looked = started(loader), loader._decoders._looked
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        held = loader._decoders.split(TRAINING).submit(4000, 40)
+        while loader._decoders._looked == looked:  # it was seen
+            held.done()
+        assert loader._decoders._stopped_since is not None
+        for process in processes:
+            os.kill(process, signal.SIGCONT)
+        assert len(held.result().labels) == 40
+        looked = loader._decoders._looked
+        while loader._decoders._looked == looked:
+            loader._decoders.exchange(wait=True)
+        assert loader._decoders._stopped_since is None
 
 
 def test_they_start_in_any_folder_with_any_number_of_files_open(packs, tmp_path, monkeypatch):
@@ -219,11 +278,11 @@ def test_they_start_in_any_folder_with_any_number_of_files_open(packs, tmp_path,
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_signal_to_the_whole_group_does_not_reach_them(packs, decoding):
+def test_a_signal_to_the_whole_group_does_not_reach_them(packs):
     """A run that is asked to stop finishes its step first, and needs images for that."""
     with loading(packs / "jpeg.arrow") as (loader, _):
         list(loader.share(Step(0, 0, 40, 0.0, 0)))
-        for process in decoding():
+        for process in started(loader):
             os.kill(process, signal.SIGTERM)
             os.kill(process, signal.SIGINT)
         assert len(list(loader.share(Step(1, 40, 80, 0.0, 0)))) == 2
@@ -243,10 +302,7 @@ with loading({str(packs / "jpeg.arrow")!r}) as (loader, _):
     here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run([sys.executable, "-c", script], env=os.environ | here)
     assert done.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 20
-    while decoding() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not decoding()
+    assert until(lambda: not decoding())
 
 
 def test_a_script_without_a_main_guard_is_not_run_again(packs, tmp_path):
@@ -323,9 +379,6 @@ def test_crops_are_sent_as_they_are_unless_they_are_too_large(packs):
     sizes = {tuple(shape) for shape in room.shapes.tolist()}
     areas = [height * width * 3 for height, width in sizes]
     assert max(areas) <= layout.image_bytes and len(sizes) > 10 and (32, 32) in sizes
-    from megabatch.data.crop import bring_to_size
-    from megabatch.data.source import Order
-
     order, positions = Order(config.seed, len(train), True), torch.arange(40)
     expected, labels = train.read(order.indices(positions), order.draws(positions))
     assert torch.equal(room.labels, labels)
@@ -381,8 +434,6 @@ def test_what_is_not_trusted_is_decoded_to_its_end():
     data[-400:-300] = bytes(100)
     head = head_of(data)
     assert region(data, head, [0, 0, 50, 20], 3, 1, Workspace(), trusted=True).shape == (20, 50, 3)
-    from megabatch.data.jpeg import BadImage
-
     with pytest.raises(BadImage):
         region(data, head, [0, 0, 50, 20], 3, 1, Workspace(), trusted=False)
 

@@ -20,7 +20,7 @@ from megabatch.data.augment import finish, normalise
 from megabatch.data.crop import bring_to_size, choose_boxes, reduction
 from megabatch.data.jpeg import BadImage, Encoded, Head, Pixels, Workspace, head_of, pixels, region
 from megabatch.data.origins import Origin
-from megabatch.data.packfile import Pack, PackError
+from megabatch.data.packfile import Arena, Pack, PackError
 from megabatch.data.slots import Buffer, Layout
 from megabatch.data.source import Order, Source, Writer
 from megabatch.errors import UserError
@@ -41,7 +41,7 @@ class Records(Protocol):
     @property
     def pack(self) -> Pack | None: ...
 
-    def record(self, index: int) -> Encoded | Pixels: ...
+    def record(self, index: int, arena: Arena | None = None) -> Encoded | Pixels: ...
 
     def name(self, index: int) -> str: ...
 
@@ -69,7 +69,7 @@ class Decoded(Source):
         self.mean: tuple[float, ...]
         self.std: tuple[float, ...]
         self.mean, self.std = _COLOUR if data.channels == 3 else _GREY
-        self._workspace = Workspace()
+        self._workspace, self._arena = Workspace(), Arena()
         # Which images were found whole earlier, by this process or one that was forked off it.
         self._whole = None if records.checked else _shared_flags(len(chosen))
 
@@ -103,11 +103,12 @@ class Decoded(Source):
         """Read images, cropped, into a buffer of bytes or of crops, and their labels."""
         places, numbers = indices.tolist(), self.chosen[indices].tolist()
         self.records.will_need(numbers)
+        self._arena.clear()
         number = -1
         try:
             stored, heads = [], []
             for number in numbers:
-                image = self.records.record(number)
+                image = self.records.record(number, self._arena)
                 stored.append(image)
                 heads.append(_head(image))
             heights, widths, _ = numpy.array(heads).T
@@ -228,7 +229,7 @@ class FromOrigin:
     def __init__(self, origin: Origin, path: Path) -> None:
         self._origin, self._path = origin, path
 
-    def record(self, index: int) -> Encoded | Pixels:
+    def record(self, index: int, arena: Arena | None = None) -> Encoded | Pixels:
         try:
             return self._origin.read(index)
         except OSError as error:
@@ -253,8 +254,8 @@ class FromPack:
         if raw and (self.shape is None or (pack.lengths() != numpy.prod(self.shape)).any()):
             raise PackError(f"the raw pack {pack.path} is damaged: its images are not of one size")
 
-    def record(self, index: int) -> Encoded | Pixels:
-        return self.shaped(self.pack.record(index))
+    def record(self, index: int, arena: Arena | None = None) -> Encoded | Pixels:
+        return self.shaped(self.pack.record(index, arena))
 
     def received(self, index: int, data: memoryview) -> Encoded | Pixels:
         """An image of the pack that came another way, once its checksum is found right."""

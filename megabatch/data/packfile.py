@@ -13,6 +13,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import weakref
 import zlib
 from collections.abc import Callable
@@ -69,6 +70,24 @@ def sealed(text: str, length: int) -> bytes:
     front."""
     body = text.ljust(length).encode()
     return _SEAL.format(format=_FORMAT, crc=zlib.crc32(body), length=len(body)).encode() + body
+
+
+class Arena(threading.local):
+    """A thread's memory for records, used again for the next ones: fresh memory costs more than the
+    reading."""
+
+    def __init__(self) -> None:
+        self._memory, self._used = bytearray(), 0
+
+    def clear(self) -> None:
+        """What was taken so far is not needed any more."""
+        self._used = 0
+
+    def take(self, nbytes: int) -> memoryview:
+        if self._used + nbytes > len(self._memory):
+            self._memory, self._used = bytearray(2 * (self._used + nbytes)), 0
+        begin, self._used = self._used, self._used + nbytes
+        return memoryview(self._memory)[begin : self._used]
 
 
 class Pack:
@@ -137,7 +156,7 @@ class Pack:
         if frame[:6] != b"ARROW1":
             raise PackError(f"{self.path} is not a pack: it does not begin as an Arrow file does")
         length = int.from_bytes(frame[12:16], "little")
-        head = self._read(16, min(length, max(0, self.nbytes - 16)))
+        head = self._bytes(16, min(length, max(0, self.nbytes - 16)))
         seal = _SEAL.format(format=_FORMAT, crc=0, length=0)
         at = head.find(b"megabatch pack ")
         if at < 0:
@@ -159,27 +178,27 @@ class Pack:
         about: dict[str, Any] = json.loads(body)
         return about
 
-    def _read(self, position: int, length: int) -> bytes:
+    def _read(self, position: int, out: memoryview) -> None:
         """Bytes of the file, which may have become shorter meanwhile."""
-        data = os.pread(self._file, length, position)
-        if len(data) == length:
-            return data
-        pieces, done = [data], len(data)
-        while done < length:  # one call reads up to 2 GB
-            more = os.pread(self._file, length - done, position + done)
-            if not more:
+        done = os.preadv(self._file, [out], position)
+        while done < len(out):  # one call reads up to 2 GB
+            more = os.preadv(self._file, [out[done:]], position + done)
+            if more == 0:
                 now = os.fstat(self._file).st_size
                 raise self._damaged(
                     f"it was cut off while it was in use, from {self.nbytes:,} to {now:,} bytes"
                 )
-            pieces.append(more)
-            done += len(more)
-        return b"".join(pieces)
+            done += more
+
+    def _bytes(self, position: int, length: int) -> bytearray:
+        data = bytearray(length)
+        self._read(position, memoryview(data))
+        return data
 
     def _column(self, name: str, dtype: str) -> NDArray[Any]:
         position, length, crc = self._places[name]
         self._check_inside(position, length)
-        column = self._read(position, length)
+        column = self._bytes(position, length)
         if zlib.crc32(column) != crc:
             raise self._damaged(f"the checksum of its column {name} is wrong")
         return numpy.frombuffer(column, dtype)
@@ -203,11 +222,14 @@ class Pack:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def record(self, index: int) -> bytes:
-        """The bytes of one image, checked against their checksum."""
+    def record(self, index: int, arena: Arena | None = None) -> memoryview:
+        """The bytes of one image, checked against their checksum; in an arena they are there until
+        it is cleared."""
         first = self._places["image"][0]
         begin, end = int(self._offsets[index]), int(self._offsets[index + 1])
-        data = self._read(first + begin, end - begin)
+        length = end - begin
+        data = memoryview(bytearray(length)) if arena is None else arena.take(length)
+        self._read(first + begin, data)
         self.check(index, data)
         return data
 
@@ -236,7 +258,7 @@ class Pack:
         """What an image was called in the source."""
         first = self._places["name"][0]
         begin, end = int(self._name_offsets[index]), int(self._name_offsets[index + 1])
-        return self._read(first + begin, end - begin).decode(errors="replace")
+        return self._bytes(first + begin, end - begin).decode(errors="replace")
 
     def check_names(self) -> None:
         """The one column that opening does not check: names serve only for messages."""

@@ -28,7 +28,7 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.decoded import Decoded, FromPack
 from megabatch.data.jpeg import Encoded, Pixels
-from megabatch.data.packfile import Pack
+from megabatch.data.packfile import Arena, Pack
 from megabatch.keyed import shuffled
 
 Integers = NDArray[numpy.int64]
@@ -132,14 +132,14 @@ class SharedOut:
         needed."""
         return self._epochs[epoch].result() if epoch in self._epochs else None
 
-    def record(self, index: int) -> Encoded | Pixels:
+    def record(self, index: int, arena: Arena | None = None) -> Encoded | Pixels:
         # A copy of the list: the training loop drops epochs while threads look for images.
         for exchange in list(self._epochs.values()):
             found = exchange.result().get(index)
             if found is not None:
                 return self._records.received(index, found)
         # A step that nobody could foresee: the pack is still there.
-        return self._records.record(index)
+        return self._records.record(index, arena)
 
     def name(self, index: int) -> str:
         return self._records.name(index)
@@ -309,10 +309,10 @@ class FromArea:
             memory = mmap.mmap(self._file, nbytes, access=mmap.ACCESS_READ, offset=place)
             self._area = Area(place, memory)
 
-    def record(self, index: int) -> Encoded | Pixels:
+    def record(self, index: int, arena: Arena | None = None) -> Encoded | Pixels:
         found = self._area.get(index) if self._area else None
         if found is None:
-            return self._records.record(index)
+            return self._records.record(index, arena)
         return self._records.received(index, found)
 
     def name(self, index: int) -> str:

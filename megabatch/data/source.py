@@ -183,7 +183,8 @@ class OwnData(Source):
         try:
             item = self._dataset[index]
         except Exception as error:
-            raise self._wrong(index, f"cannot be read ({type(error).__name__}: {error})") from error
+            reason = f"{type(error).__name__}: {_short(error, str)}"
+            raise self._wrong(index, f"cannot be read ({reason})") from error
         image, label = self._image_and_label(index, item)
         return self._as_image(index, image), self._as_label(index, label)
 
@@ -243,7 +244,7 @@ class OwnData(Source):
             raise self._wrong(
                 index, f"has the label {_short(label)}: labels are class numbers, or one-hot"
             )
-        number = int(float(label))
+        number = label if isinstance(label, int) else int(float(label))
         if not 0 <= number < self.classes:
             raise self._wrong(
                 index,
@@ -273,9 +274,9 @@ def _by(shape: Any) -> str:
     return " x ".join(map(str, shape)) or "no dimensions"
 
 
-def _short(value: Any) -> str:
-    words = " ".join(repr(value).split())
-    return words if len(words) <= 40 else words[:37] + "..."
+def _short(value: Any, words_of: Callable[[Any], str] = repr) -> str:
+    words = " ".join(words_of(value).split())
+    return words if len(words) <= 80 else words[:77] + "..."
 
 
 def _article(word: str) -> str:

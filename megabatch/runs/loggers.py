@@ -66,7 +66,8 @@ class Log:
             self._progress.start()
 
     def say(self, words: str) -> None:
-        self._console.print(words, highlight=False, soft_wrap=True)
+        # No markup: the words may hold names of files, brackets and all.
+        self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, numbers: StepNumbers, noise_scale: float | None) -> None:
         now, step, square = time.monotonic(), numbers.step, numbers.gradient_square

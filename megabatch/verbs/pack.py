@@ -90,6 +90,8 @@ def _pack(flags: PackFlags, threads: int) -> tuple[int, dict[str, Any]]:
 
     source, out = Path(flags.source), Path(flags.out)
     origin = open_origin(source)
+    for note in origin.notes:
+        print(note, file=sys.stderr)
     encoding = Encoding("raw" if flags.raw else "jpeg", flags.size, flags.quality)
     with _bar("packing") as progress:
         packed = pack(

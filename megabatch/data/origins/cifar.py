@@ -108,7 +108,7 @@ def _class_names(found: Any, text: bool, count: int) -> list[str]:
     if found is not None:
         data = found if isinstance(found, bytes) else found.read_bytes()
         if text:
-            names = data.decode().split()
+            names = data.decode(errors="replace").split()
         else:
             meta = _unpickled(data, "the class names")
             listed = meta.get("label_names") or meta.get("fine_label_names") or []

@@ -64,8 +64,7 @@ class Folders:
     pixels = False
 
     def name(self, index: int) -> str:
-        # A name that is no UTF-8 is still a name: its odd bytes are written out.
-        return os.fsencode(self.names[index]).decode(errors="backslashreplace")
+        return _shown(self.names[index])
 
     def stamp(self, index: int) -> str:
         try:
@@ -76,7 +75,7 @@ class Folders:
 
     def read(self, index: int) -> bytes:
         with self._opened(index) as file:
-            return file.read(_MOST_BYTES)
+            return file.read()
 
     def seems_whole(self, index: int) -> bool:
         """Whether a file can be opened, and begins and ends as an image does."""
@@ -125,8 +124,8 @@ def open_at(path: Path) -> Folders:
         strange = sorted(set(val_classes) - set(classes))
         if strange:
             raise UserError(
-                f"{val_root} has a class {strange[0]} that {train_root} lacks: its images would "
-                f"have no label; add it to both or remove it"
+                f"{val_root} has a class {_shown(strange[0])} that {train_root} lacks: its images "
+                f"would have no label; add it to both or remove it"
             )
     names.extend(more)
     labels = numpy.concatenate([labels, more_labels])
@@ -163,19 +162,32 @@ class _PassedOver:
 
     count: int = 0
     first: list[str] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
+    """class folders without images"""
 
     def add(self, folder: Path, names: list[str]) -> None:
         self.count += len(names)
-        for name in names[: _NAMED - len(self.first)]:
-            self.first.append(os.fsencode(folder / name).decode(errors="backslashreplace"))
+        self.first += [_shown(folder / name) for name in names[: _NAMED - len(self.first)]]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        if self.count == 0:
-            return ()
-        more = ", ..." if self.count > _NAMED else ""
-        what = "file that is no image" if self.count == 1 else "files that are no images"
-        return (f"passed over {self.count} {what}: {', '.join(self.first)}{more}",)
+        notes = []
+        if self.count:
+            what = "file that is no image" if self.count == 1 else "files that are no images"
+            notes.append(f"passed over {self.count} {what}: {_few(self.first, self.count)}")
+        if self.empty:
+            what = "class without images" if len(self.empty) == 1 else "classes without images"
+            notes.append(f"{len(self.empty)} {what}: {_few(self.empty, len(self.empty))}")
+        return tuple(notes)
+
+
+def _few(names: list[str], count: int) -> str:
+    return ", ".join(names[:_NAMED]) + (", ..." if count > _NAMED else "")
+
+
+def _shown(name: str | Path) -> str:
+    """A name that is no UTF-8 is still a name: its odd bytes are written out."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def _listed(
@@ -192,6 +204,8 @@ def _listed(
             where = where / "images"
             found, others = _images(where)
         passed.add(where, others)
+        if not found:
+            passed.empty.append(_shown(os.path.relpath(root / folder, top)))
         names.extend(os.path.relpath(where / name, top) for name in found)
         labels.extend([number.get(folder, -1)] * len(found))
     if len(names) == 0:

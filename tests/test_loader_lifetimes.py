@@ -1,0 +1,188 @@
+"""What a loader takes it gives back: no thread, process, file or memory outlives it, whatever
+happened."""
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pictures
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megabatch.batch import steps
+from megabatch.cluster import Cluster
+from megabatch.config import Config, Data
+from megabatch.data.loader import Loader
+from megabatch.data.opening import open_sources
+from megabatch.data.pool import Decoders
+from megabatch.data.slots import Layout, Slots
+from megabatch.errors import RunFailed, UserError
+
+PHOTOS = Data(size=12, channels=3, crop_area=(0.2, 1.0), flip=True, threads=2, shared="never")
+CONFIG = Config(batch=8, micro=4, span=4, epochs=2, data=PHOTOS)
+ALONE = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
+KINDS = {
+    "pack, threads": ("jpeg.arrow", {"processes": "never"}),
+    "pack, processes": ("jpeg.arrow", {"processes": "always"}),
+    "folder, threads": ("set", {"processes": "never"}),
+    "raw pack": ("raw.arrow", {"processes": "never"}),
+    "resident": ("raw.arrow", {"resident": "always"}),
+    "synthetic": ("", {"source": "synthetic", "images": 40}),
+    "own": (None, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    return pictures.packed(tmp_path_factory.mktemp("packs"), each=9, val=3, size=(30, 40), raw=20)
+
+
+class Own:
+    classes = ("a", "b")
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        return torch.full((3, 12, 12), index / 30), index % 2
+
+
+def taken():
+    """What this process holds: threads, children, files, and memory that is shared."""
+    gc.collect()
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    files = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            files[number] = os.readlink(f"/proc/self/fd/{number}")
+    maps = [
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "megabatch" in line or "arrow" in line
+    ]
+    threads = sorted(thread.name for thread in threading.enumerate())
+    # The sockets of a world that stands are its own business.
+    return threads, children, sorted(files.values()), maps
+
+
+def use(packs, kind, cluster=ALONE, **changes):
+    name, data = KINDS[kind]
+    path = "" if not name else str(packs / name)
+    config = replace(CONFIG, data=replace(PHOTOS, **{"path": path, **data, **changes}))
+    train, val = open_sources(config, Own() if name is None else None)
+    with Loader(train, val, config, cluster, torch.float32) as loader:
+        for step in list(steps(config.all_stages, len(train), config.epochs))[:3]:
+            assert list(loader.share(step))
+        assert list(loader.validation())
+    loader.close()  # twice is fine
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_loaders_leave_nothing(packs, kind):
+    use(packs, kind)  # what is imported and made only once
+    before = taken()
+    for _ in range(10):
+        use(packs, kind)
+    assert taken() == before
+
+
+def ten_shared(cluster, packs):
+    def counts():
+        threads, children, files, maps = taken()
+        groups = len(dist.distributed_c10d._world.pg_map)
+        # gloo's own sockets and threads come and go with a group: their number says it.
+        return len(threads), len(children), len(files), maps, groups
+
+    for processes in ("never", "always"):
+        use(packs, "pack, threads", cluster, shared="always", processes=processes)
+    dist.barrier()
+    before = counts()
+    for number in range(10):
+        processes = "always" if number == 5 else "never"
+        use(packs, "pack, threads", cluster, shared="always", processes=processes)
+    dist.barrier()
+    return before, counts()
+
+
+def test_ten_that_share_a_pack_out_leave_nothing(packs):
+    for before, after in run_ranks(ten_shared, 2, packs):
+        assert after == before
+
+
+# --- what is not closed, or cannot be made
+
+
+@pytest.mark.parametrize("processes", ["always", "never"])
+def test_a_loader_that_nobody_closed_is_closed_with_a_warning(packs, processes):
+    before = taken()
+    data = replace(PHOTOS, path=str(packs / "jpeg.arrow"), processes=processes)
+    config = replace(CONFIG, data=data)
+    train, val = open_sources(config)
+    loader = Loader(train, val, config, ALONE, torch.float32)
+    list(loader.share(next(steps(config.all_stages, len(train), 1))))
+    del train, val
+    with pytest.warns(ResourceWarning, match="Loader was not closed"):
+        del loader
+        gc.collect()
+    assert taken() == before
+
+
+def test_a_closed_loader_gives_no_warning(packs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        use(packs, "pack, processes")
+        gc.collect()
+
+
+def test_a_loader_that_cannot_be_made_leaves_nothing(packs, monkeypatch):
+    config = replace(
+        CONFIG, data=replace(PHOTOS, path=str(packs / "jpeg.arrow"), processes="always")
+    )
+    train, val = open_sources(config)
+    before = taken()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(packs / "no-python"))
+        with pytest.raises(FileNotFoundError):
+            Loader(train, val, config, ALONE, torch.float32)
+    assert taken() == before
+    never = replace(config, data=replace(config.data, resident="always", path=str(packs / "set")))
+    with pytest.raises(UserError, match="is for packs"):
+        Loader(open_sources(never)[0], None, never, ALONE, torch.float32)
+    assert taken() == before
+
+
+def test_a_run_that_failed_leaves_nothing(packs):
+    before = taken()
+    config = replace(
+        CONFIG, data=replace(PHOTOS, path=str(packs / "jpeg.arrow"), processes="always")
+    )
+    train = open_sources(config)[0]
+    with pytest.raises(RunFailed), Loader(train, None, config, ALONE, torch.float32) as loader:
+        for process in loader._decoders.processes:
+            os.kill(process, 9)
+        list(loader.share(next(steps(config.all_stages, len(train), 1))))
+    del train, loader
+    assert taken() == before
+
+
+def test_pool_and_slots_close_twice_and_by_with(packs):
+    before = taken()
+    config = replace(CONFIG, data=replace(PHOTOS, path=str(packs / "jpeg.arrow")))
+    layout = Layout("bytes", 4, 12, 3)
+    with Decoders(config, layout, 1, 3, pinned=False) as decoders:
+        buffer = decoders.split(0).submit(0, 4).result()
+    decoders.close()
+    assert len(buffer.labels.tolist()) == 4  # what was handed out stays
+    del buffer, decoders
+    with Slots(layout, 2, pinned=False) as slots:
+        slots.take()
+    slots.close()
+    del slots
+    assert taken() == before
