@@ -96,7 +96,7 @@ def test_watching_a_run_that_has_ended(tmp_path, ended, status):
 def test_watching_a_run_that_failed_or_never_came(tmp_path):
     failed = made_up(tmp_path / "run", [step_line(0)], diagnosis={"step": 0})
     assert megabatch("watch", failed).returncode == 1
-    result = megabatch("watch", tmp_path / "none", "--patience", "0.2", "--json")
+    result = megabatch("watch", tmp_path / "none", "--wait", "--patience", "0.2", "--json")
     assert result.returncode == 1 and last_json(result)["state"] == "missing"
     silent = made_up(tmp_path / "silent", [step_line(0)])
     past = time.time() - 5000
@@ -105,6 +105,21 @@ def test_watching_a_run_that_failed_or_never_came(tmp_path):
     result = megabatch("watch", silent, "--json")
     assert result.returncode == 1 and last_json(result)["state"] == "silent"
     assert "was it killed?" in result.stdout
+
+
+def test_a_name_that_is_nearly_right_is_answered_at_once(tmp_path):
+    made_up(tmp_path / "digits-1")
+    result = megabatch("watch", "digts-1", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "digts-1 is not the folder of a run (did you mean digits-1?)" in result.stderr
+
+
+def test_nothing_known_is_no_progress(tmp_path):
+    from megabatch.verbs.watch import Watched
+
+    assert Watched(tmp_path, 1.0).share == 0.0
+    odd = Watched(made_up(tmp_path / "run", [step_line(5)], config={"epochs": 0}), 1.0)
+    assert odd.look() and odd.share == 0.0
 
 
 def test_mistakes_are_one_sentence(tmp_path):
@@ -118,7 +133,7 @@ def test_a_run_is_followed_as_it_writes(tmp_path):
     """Lines come after the watcher has begun to look, one of them in two pieces."""
     folder = tmp_path / "run"
     watcher = subprocess.Popen(
-        [*MEGABATCH, "watch", str(folder), "--every", "0.05", "--json"],
+        [*MEGABATCH, "watch", str(folder), "--wait", "--every", "0.05", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -184,7 +199,7 @@ def test_a_real_run_is_watched_to_its_end(tmp_path):
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        result = megabatch("watch", tmp_path / "run", "--every", "0.2", "--json")
+        result = megabatch("watch", tmp_path / "run", "--wait", "--every", "0.2", "--json")
         assert train.wait(120) == 0
     finally:
         train.kill()

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from megabatch.errors import DONE, FAILED, STOPPED, UserError
+from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest
 from megabatch.report.numbers import count, duration, percent, short
 from megabatch.runs.record import Record, Tail, glance_files, is_run, number, recent_speed
 from megabatch.verbs.parsing import parse
@@ -32,7 +32,9 @@ class WatchFlags:
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """the folder of a run; it need not be there yet"""
+    """the folder of a run"""
+    wait: bool = False
+    """for a run that is not there yet, as long as --patience says"""
     every: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 10.0
     """seconds from line to line where there is no terminal"""
     patience: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
@@ -68,7 +70,8 @@ class Watched:
 
     @property
     def share(self) -> float:
-        return min(1.0, self.record.epoch / number(self.record.config.get("epochs")))
+        share = self.record.epoch / (number(self.record.config.get("epochs")) or math.nan)
+        return min(1.0, share) if share > 0 else 0.0
 
     def seconds_left(self) -> float:
         record = self.record
@@ -161,8 +164,7 @@ class Bar:
         for words in evaluations(run.record, self._told):
             self._progress.console.print(words, markup=False, highlight=False, soft_wrap=True)
         self._told = len(run.record.evaluations)
-        share = run.share if math.isfinite(run.share) else 0.0
-        self._progress.update(self._bar, completed=share, description=run.line(self._brief))
+        self._progress.update(self._bar, completed=run.share, description=run.line(self._brief))
 
 
 def evaluations(record: Record, since: int) -> list[str]:
@@ -178,8 +180,11 @@ def run(arguments: list[str]) -> int:
     if not flags.every > 0 or not flags.patience > 0:
         raise UserError("--every and --patience are seconds, more than 0")
     path = Path(flags.run)
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is no folder: name the folder of a run")
+    if not is_run(path) and (path.is_file() or not flags.wait):
+        beside = path.parent.iterdir() if path.parent.is_dir() else ()
+        runs = sorted(str(other) for other in beside if is_run(other))
+        hint = f" ({nearest(flags.run, runs)})" if runs else ""
+        raise UserError(f"{path} is not the folder of a run{hint}; --wait waits until it is")
     watched = Watched(path, flags.patience)
     show: Lines | Bar = Bar() if sys.stderr.isatty() else Lines(flags.every)
     try:
