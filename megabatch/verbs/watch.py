@@ -63,7 +63,7 @@ class Watched:
         for line in self._tail.new_lines():
             self.record.take(line)
         self.state = self.record.state()
-        if self.state in ("running", "silent"):
+        if self.state in ("running", "silent"):  # how long that may last is the caller's to say
             patience = max(self._patience, self.record.ten_steps)
             self.state = "silent" if self.record.silent_seconds() > patience else "running"
         return self.state == "running"
@@ -90,7 +90,7 @@ class Watched:
             f"step {count(last['step'])}" if not brief else "",
             f"epoch {last['epoch']:.2f}/{of}",
             f"{count(recent_speed(self.record))} images/s",
-            f"loss {last['loss']:.3f}",
+            f"loss {short(last['loss'])}",
             f"rate {short(last['lr'])}" if not brief else "",
             f"batch {count(last['batch'])}" if not brief else "",
         ]
@@ -208,7 +208,9 @@ def _said(run: Watched, patience: float) -> str:
         "finished": "finished",
         "target": "reached the target",
         "stopped": "stopped on request (--resume goes on)",
-        "failed": "failed: diagnosis.json says what is known",
+        "failed": "failed: diagnosis.json says what is known"
+        if run.record.diagnosis
+        else "failed: its process is gone",
         "silent": f"silent for {duration(run.record.silent_seconds())}: was it killed?",
         "missing": f"not there after {duration(patience)}",
     }.get(run.state, run.state)
