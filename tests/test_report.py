@@ -181,7 +181,7 @@ def test_bad_input_is_one_sentence(tmp_path):
         ([], "report needs a run"),
         ([tmp_path / "none"], "there is no folder"),
         ([tmp_path], "neither config.json nor metrics.jsonl"),
-        ([folder, "--out", folder / "metrics.jsonl"], "name ends with .html"),
+        ([folder, "--out", folder / "metrics.jsonl"], "the name of a report ends with .html"),
         ([folder, "--out", tmp_path / "no" / "r.html"], "cannot be written"),
         ([folder, "--ot", "r.html"], "--out"),
     ):
@@ -190,6 +190,13 @@ def test_bad_input_is_one_sentence(tmp_path):
         assert result.stderr.count("\n") == 1 and result.stdout == ""
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_run_named_twice_is_one(tmp_path):
+    folders = [made_up(tmp_path / name, [step_line(0)]) for name in ("a", "b")]
+    words = [folders[0], folders[1], f"{folders[0]}/", folders[1] / ".." / "b"]
+    result = megabatch("report", *words, "--out", tmp_path / "r.html", "--json")
+    assert json.loads(result.stdout.splitlines()[-1])["runs"] == [str(f) for f in folders]
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):

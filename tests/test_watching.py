@@ -64,6 +64,19 @@ def test_runs_newest_first(several):
     assert "25.00 %" in table[3] and "1 min 1 s" in table[3]
 
 
+def test_names_do_nothing_to_a_terminal(tmp_path):
+    name = os.fsdecode(b"odd\xff\x1b[2J\nname")
+    made_up(tmp_path / name, [step_line(0)], config={"name": "\ud800\x07", "epochs": 4})
+    result = megabatch("runs", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 3
+    assert "\x1b" not in result.stdout and "odd\\udcff\\x1b[2J\\nname" in result.stdout
+    result = megabatch("report", tmp_path / name, "--out", tmp_path / "r.html")
+    assert result.returncode == 0, result.stderr
+    result = megabatch("watch", tmp_path / name, "--patience", "0.1")
+    assert "\x1b" not in result.stdout + result.stderr and "Traceback" not in result.stderr
+
+
 def test_a_link_in_a_circle_is_not_followed(tmp_path):
     made_up(tmp_path / "run")
     (tmp_path / "again").symlink_to(tmp_path)

@@ -17,6 +17,7 @@ from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest
 from megabatch.report.numbers import count, duration, percent, short
 from megabatch.runs.record import Record, Tail, glance_files, is_run, number, recent_speed
 from megabatch.verbs.parsing import parse
+from megabatch.verbs.writing import printable, say
 
 _LOOK_SECONDS = 0.5
 _WIDE = 120
@@ -124,11 +125,11 @@ class Lines:
 
     def update(self, run: Watched) -> None:
         for words in evaluations(run.record, self._told):
-            print(words, file=sys.stderr, flush=True)
+            say(words, progress=True)
         self._told = len(run.record.evaluations)
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + self._every
-            print(f"{time.strftime('%H:%M:%S')}  {run.line()}", file=sys.stderr, flush=True)
+            say(f"{time.strftime('%H:%M:%S')}  {run.line()}", progress=True)
 
 
 class Bar:
@@ -164,7 +165,9 @@ class Bar:
         for words in evaluations(run.record, self._told):
             self._progress.console.print(words, markup=False, highlight=False, soft_wrap=True)
         self._told = len(run.record.evaluations)
-        self._progress.update(self._bar, completed=run.share, description=run.line(self._brief))
+        self._progress.update(
+            self._bar, completed=run.share, description=printable(run.line(self._brief))
+        )
 
 
 def evaluations(record: Record, since: int) -> list[str]:
@@ -194,9 +197,9 @@ def run(arguments: list[str]) -> int:
                 time.sleep(min(_LOOK_SECONDS, flags.every))
             show.update(watched)
     except KeyboardInterrupt:
-        print("megabatch: no longer watching; the run itself goes on", file=sys.stderr)
+        say("megabatch: no longer watching; the run itself goes on", progress=True)
     result = watched.result()
-    print(_said(watched, flags.patience))
+    say(_said(watched, flags.patience))
     if flags.json:
         print(json.dumps(result), flush=True)
     ends = {"failed": FAILED, "silent": FAILED, "missing": FAILED, "stopped": STOPPED}
