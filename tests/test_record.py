@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from run_folders import evaluation_line, made_up, real_run, step_line
 
 from megabatch.errors import UserError
-from megabatch.runs import record
+from megabatch.runs import alive, record
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +151,38 @@ def test_states(tmp_path):
         assert record.read(folder).state(now + 3600) == ended
     failed = made_up(tmp_path / "failed", lines, diagnosis={"step": 2})
     assert record.read(failed).state(now) == "failed"
+
+
+def test_a_process_that_is_gone_has_failed(tmp_path):
+    asleep = subprocess.Popen(
+        [sys.executable, "-c", "from megabatch.runs.alive import mark; import json, time;"
+         "print(json.dumps(mark()), flush=True); time.sleep(600)"],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with asleep:
+        left = json.loads(asleep.stdout.readline())
+        assert left["pid"] == asleep.pid
+        folder = made_up(tmp_path / "run", [step_line(0)], environment={"process": left})
+        soon = time.time() + 60
+        assert not alive.gone(left) and record.read(folder).state(soon) == "running"
+        asleep.kill()
+        # Dead, though its parent has not asked for it yet.
+        os.waitid(os.P_PID, asleep.pid, os.WEXITED | os.WNOWAIT)
+        assert alive.gone(left)
+    assert alive.gone(left)
+    found = record.read(folder)
+    assert found.state(soon) == "failed"
+    assert found.state() == "running"  # it may be begun again
+
+
+def test_a_process_elsewhere_is_not_said_to_be_gone():
+    mine = alive.mark()
+    assert not alive.gone(mine)
+    assert alive.gone({**mine, "began": mine["began"] - 1})  # its number is used again
+    for name in ("boot", "namespace"):
+        assert not alive.gone({**mine, "began": 0, name: "another"})
+    for odd in (None, {}, [], {"pid": "1"}, {"pid": 1.5}, 3):
+        assert not alive.gone(odd)
 
 
 def test_a_run_that_goes_on_after_its_summary_is_running(tmp_path):

@@ -149,7 +149,7 @@ def test_a_config_without_end_is_not_counted_through(tmp_path):
 
     config = json.loads(mb.recipes.named("digits").to_json())
     lines = [step_line(0), evaluation_line(1.0)]
-    slow = made_up(tmp_path / "run", lines, config={**config, "epochs": 1e15, "batch": 16},
+    slow = made_up(tmp_path / "run", lines, config={**config, "epochs": 1e5, "batch": 16},
                    summary={"world": 10**12})  # fmt: skip
     began = time.monotonic()
     text = report([read(slow)])
@@ -181,7 +181,7 @@ def test_bad_input_is_one_sentence(tmp_path):
         ([], "report needs a run"),
         ([tmp_path / "none"], "there is no folder"),
         ([tmp_path], "neither config.json nor metrics.jsonl"),
-        ([folder, "--out", folder / "metrics.jsonl"], "name ends with .html"),
+        ([folder, "--out", folder / "metrics.jsonl"], "the name of a report ends with .html"),
         ([folder, "--out", tmp_path / "no" / "r.html"], "cannot be written"),
         ([folder, "--ot", "r.html"], "--out"),
     ):
@@ -190,6 +190,13 @@ def test_bad_input_is_one_sentence(tmp_path):
         assert result.stderr.count("\n") == 1 and result.stdout == ""
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_run_named_twice_is_one(tmp_path):
+    folders = [made_up(tmp_path / name, [step_line(0)]) for name in ("a", "b")]
+    words = [folders[0], folders[1], f"{folders[0]}/", folders[1] / ".." / "b"]
+    result = megabatch("report", *words, "--out", tmp_path / "r.html", "--json")
+    assert json.loads(result.stdout.splitlines()[-1])["runs"] == [str(f) for f in folders]
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path):

@@ -64,6 +64,19 @@ def test_runs_newest_first(several):
     assert "25.00 %" in table[3] and "1 min 1 s" in table[3]
 
 
+def test_names_do_nothing_to_a_terminal(tmp_path):
+    name = os.fsdecode(b"odd\xff\x1b[2J\nname")
+    made_up(tmp_path / name, [step_line(0)], config={"name": "\ud800\x07", "epochs": 4})
+    result = megabatch("runs", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 3
+    assert "\x1b" not in result.stdout and "odd\\udcff\\x1b[2J\\nname" in result.stdout
+    result = megabatch("report", tmp_path / name, "--out", tmp_path / "r.html")
+    assert result.returncode == 0, result.stderr
+    result = megabatch("watch", tmp_path / name, "--patience", "0.1")
+    assert "\x1b" not in result.stdout + result.stderr and "Traceback" not in result.stderr
+
+
 def test_a_link_in_a_circle_is_not_followed(tmp_path):
     made_up(tmp_path / "run")
     (tmp_path / "again").symlink_to(tmp_path)
@@ -96,7 +109,7 @@ def test_watching_a_run_that_has_ended(tmp_path, ended, status):
 def test_watching_a_run_that_failed_or_never_came(tmp_path):
     failed = made_up(tmp_path / "run", [step_line(0)], diagnosis={"step": 0})
     assert megabatch("watch", failed).returncode == 1
-    result = megabatch("watch", tmp_path / "none", "--patience", "0.2", "--json")
+    result = megabatch("watch", tmp_path / "none", "--wait", "--patience", "0.2", "--json")
     assert result.returncode == 1 and last_json(result)["state"] == "missing"
     silent = made_up(tmp_path / "silent", [step_line(0)])
     past = time.time() - 5000
@@ -105,6 +118,21 @@ def test_watching_a_run_that_failed_or_never_came(tmp_path):
     result = megabatch("watch", silent, "--json")
     assert result.returncode == 1 and last_json(result)["state"] == "silent"
     assert "was it killed?" in result.stdout
+
+
+def test_a_name_that_is_nearly_right_is_answered_at_once(tmp_path):
+    made_up(tmp_path / "digits-1")
+    result = megabatch("watch", "digts-1", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "digts-1 is not the folder of a run (did you mean digits-1?)" in result.stderr
+
+
+def test_nothing_known_is_no_progress(tmp_path):
+    from megabatch.verbs.watch import Watched
+
+    assert Watched(tmp_path, 1.0).share == 0.0
+    odd = Watched(made_up(tmp_path / "run", [step_line(5)], config={"epochs": 0}), 1.0)
+    assert odd.look() and odd.share == 0.0
 
 
 def test_mistakes_are_one_sentence(tmp_path):
@@ -118,7 +146,7 @@ def test_a_run_is_followed_as_it_writes(tmp_path):
     """Lines come after the watcher has begun to look, one of them in two pieces."""
     folder = tmp_path / "run"
     watcher = subprocess.Popen(
-        [*MEGABATCH, "watch", str(folder), "--every", "0.05", "--json"],
+        [*MEGABATCH, "watch", str(folder), "--wait", "--every", "0.05", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -142,7 +170,7 @@ def test_a_run_is_followed_as_it_writes(tmp_path):
     try:
         wait_for("waiting for")
         made_up(folder, [step_line(0)])
-        wait_for("step 0  epoch 0.00/4.00  500 images/s  loss 2.000")
+        wait_for("step 0  epoch 0.00/4.00  500 images/s  loss 2")
         with (folder / "metrics.jsonl").open("a") as file:
             whole = step_line(20, loss=0.125) + "\n"
             file.write(whole[:50])
@@ -184,7 +212,7 @@ def test_a_real_run_is_watched_to_its_end(tmp_path):
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        result = megabatch("watch", tmp_path / "run", "--every", "0.2", "--json")
+        result = megabatch("watch", tmp_path / "run", "--wait", "--every", "0.2", "--json")
         assert train.wait(120) == 0
     finally:
         train.kill()

@@ -371,6 +371,7 @@ def _environment(runs: Sequence[Named]) -> str:
         command = found.get("command")
         if isinstance(command, list):
             found["command"] = " ".join(str(word) for word in command)
+        found.pop("process", None)  # for machines
         return {"folder": str(run.record.path), **flat(found)}
 
     return _compared(runs, words, "", "What is the same")

@@ -45,6 +45,7 @@ def diagnosis(
         "weight_norms": norms,
     }
     folder.write("diagnosis.json", record)
+    cluster.barrier()  # the first worker to fail ends the others: not before it is written
     largest = sorted(norms, key=lambda name: -norms[name])[:3]
     where = f"at positions {positions[:5]}" if positions else "in the gradient, not in the loss"
     saved = checkpoint.newest(folder.path / "checkpoints") if folder.path else None

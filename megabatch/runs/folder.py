@@ -15,6 +15,7 @@ from megabatch.config import Config
 from megabatch.errors import UserError
 from megabatch.noise import NoiseScale, following_batch
 from megabatch.runs import checkpoint
+from megabatch.runs.alive import mark
 from megabatch.runs.checkpoint import Saved
 from megabatch.runs.loggers import drop_after, environment
 from megabatch.sync.control import StepNumbers
@@ -88,7 +89,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             written.write_text(self._config.to_json())
-            _write_json(self.path / "environment.json", environment())
+            _write_json(self.path / "environment.json", {**environment(), "process": mark()})
         except OSError as error:
             raise UserError(
                 f"the run folder {self.path} cannot be written: {error.strerror}"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megabatch.errors import UserError
+from megabatch.runs.alive import gone
 
 STEP_NUMBERS = (
     "step", "seen", "epoch", "loss", "top1", "lr", "momentum", "batch", "images_per_second",
@@ -27,6 +28,8 @@ _MOST_LINE = 1 << 20
 _MOST_JSON = 16 << 20
 _SILENT_SECONDS = 120.0
 """a run that says nothing for so long, and for ten of its own steps, may have been killed"""
+_GONE_SECONDS = 20.0
+"""a run whose process is gone may be begun again by whoever watches over it"""
 _LARGEST = 1e60
 _RECENT = 50
 """steps that a present speed is the mean of"""
@@ -127,7 +130,10 @@ class Record:
         ended = self.summary.get("ended")
         if isinstance(ended, str) and not self.resumed:
             return ended[:40]
-        return "silent" if self.silent_seconds(now) > self.patience else "running"
+        quiet = self.silent_seconds(now)
+        if quiet > _GONE_SECONDS and gone(self.environment.get("process")):
+            return "failed"
+        return "silent" if quiet > self.patience else "running"
 
     def silent_seconds(self, now: float | None = None) -> float:
         return max(0.0, (time.time() if now is None else now) - self.written)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +11,7 @@ import tyro
 
 from megabatch.errors import DONE
 from megabatch.verbs.parsing import parse
-from megabatch.verbs.writing import check_out, write_whole
+from megabatch.verbs.writing import check_out, say, write_whole
 
 SUFFIXES = {"safetensors": (".safetensors",), "torchvision": (".pth", ".pt"), "onnx": (".onnx",)}
 
@@ -48,12 +47,12 @@ def run(arguments: list[str]) -> int:
     exported = export(trained, flags.to)
     write_whole(out, exported.data)
     if exported.difference is None:
-        print("megabatch: not checked, onnxruntime is not installed", file=sys.stderr)
+        say("megabatch: not checked, onnxruntime is not installed", progress=True)
         checked = ""
     else:
         checked = f"; outputs within {exported.difference:.1e} of the run's"
     averaged = ", averaged weights" if trained.averaged else ""
-    print(
+    say(
         f"{out}: {trained.config.model} for {len(trained.classes):,} classes{averaged}, "
         f"{len(exported.data) / 1e6:,.2f} MB{checked}"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ import tyro
 
 from megabatch.errors import DONE, FAILED, UserError
 from megabatch.verbs.parsing import parse
+from megabatch.verbs.writing import say
 
 _AT_ONCE = 64
 
@@ -47,10 +47,10 @@ def run(arguments: list[str]) -> int:
 
     trained = load(Path(flags.run))
     if not trained.named and trained.config.data.kind in ("pack", "folder"):
-        print(
+        say(
             f"megabatch: the classes' names are not known, their numbers are told: "
             f"{flags.run} has no classes.json and {trained.config.data.path} does not tell",
-            file=sys.stderr,
+            progress=True,
         )
     found: list[dict[str, Any]] = []
     bad = 0
@@ -91,8 +91,8 @@ def _predicted(trained: Any, names: tuple[str, ...], top: int) -> list[dict[str,
 
 def _say(told: dict[str, Any]) -> None:
     if "error" in told:
-        print(f"megabatch: {told['error']}", file=sys.stderr)
+        say(f"megabatch: {told['error']}", progress=True)
         return
-    print(told["image"])
+    say(told["image"])
     for guess in told["top"]:
-        print(f"  {100 * guess['probability']:6.2f} %  {guess['class']}")
+        say(f"  {100 * guess['probability']:6.2f} %  {guess['class']}")

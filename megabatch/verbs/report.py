@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ import tyro
 
 from megabatch.errors import DONE, UserError
 from megabatch.verbs.parsing import parse
-from megabatch.verbs.writing import check_out, write_whole
+from megabatch.verbs.writing import check_out, say, write_whole
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,15 @@ def run(arguments: list[str]) -> int:
     from megabatch.report.run import report
     from megabatch.runs.record import read
 
-    records = [read(folder) for folder in dict.fromkeys(flags.runs)]
+    folders = {Path(folder).resolve(): folder for folder in reversed(flags.runs)}
+    records = [read(folder) for folder in reversed(folders.values())]
     # Names of files may hold what is no Unicode.
     written = report(records).encode(errors="replace")
     write_whole(out, written)
     bad = sum(record.bad_lines for record in records)
     if bad:
-        print(f"megabatch: {bad:,} lines of metrics could not be read", file=sys.stderr)
-    print(f"{out}: {len(records)} run{'s' * (len(records) > 1)}, {len(written) / 1e3:,.0f} kB")
+        say(f"megabatch: {bad:,} lines of metrics could not be read", progress=True)
+    say(f"{out}: {len(records)} run{'s' * (len(records) > 1)}, {len(written) / 1e3:,.0f} kB")
     if flags.json:
         result = {
             "out": str(out),

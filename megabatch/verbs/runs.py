@@ -15,6 +15,7 @@ import tyro
 
 from megabatch.errors import DONE, UserError
 from megabatch.verbs.parsing import parse
+from megabatch.verbs.writing import printable, say
 
 _DEEPEST = 3
 
@@ -46,7 +47,7 @@ def run(arguments: list[str]) -> int:
     if rows:
         _show(rows)
     else:
-        print(f"{top} holds no runs")
+        say(f"{top} holds no runs")
     if flags.json:
         print(json.dumps({"folder": str(top), "runs": rows}), flush=True)
     return DONE
@@ -111,9 +112,9 @@ def _show(rows: list[dict[str, Any]]) -> None:
         far, whole = (math.nan if row[n] is None else row[n] for n in ("epoch", "epochs"))
         numbers = {n: math.nan if row[n] is None else row[n] for n in row if n != "faults"}
         table.add_row(
-            Text(row["run"]),
-            Text(row["recipe"]),
-            Text(row["state"], styles.get(row["state"], "yellow")),
+            Text(printable(row["run"])),
+            Text(printable(row["recipe"])),
+            Text(printable(row["state"]), styles.get(row["state"], "yellow")),
             percent(numbers["top1"]),
             f"{far:.3g}/{whole:.3g}" if math.isfinite(far + whole) else UNKNOWN,
             count(numbers["batch"]),

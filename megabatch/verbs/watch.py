@@ -13,10 +13,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from megabatch.errors import DONE, FAILED, STOPPED, UserError
+from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest
 from megabatch.report.numbers import count, duration, percent, short
 from megabatch.runs.record import Record, Tail, glance_files, is_run, number, recent_speed
 from megabatch.verbs.parsing import parse
+from megabatch.verbs.writing import printable, say
 
 _LOOK_SECONDS = 0.5
 _WIDE = 120
@@ -32,7 +33,9 @@ class WatchFlags:
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """the folder of a run; it need not be there yet"""
+    """the folder of a run"""
+    wait: bool = False
+    """for a run that is not there yet, as long as --patience says"""
     every: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 10.0
     """seconds from line to line where there is no terminal"""
     patience: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
@@ -61,14 +64,15 @@ class Watched:
         for line in self._tail.new_lines():
             self.record.take(line)
         self.state = self.record.state()
-        if self.state in ("running", "silent"):
+        if self.state in ("running", "silent"):  # how long that may last is the caller's to say
             patience = max(self._patience, self.record.ten_steps)
             self.state = "silent" if self.record.silent_seconds() > patience else "running"
         return self.state == "running"
 
     @property
     def share(self) -> float:
-        return min(1.0, self.record.epoch / number(self.record.config.get("epochs")))
+        share = self.record.epoch / (number(self.record.config.get("epochs")) or math.nan)
+        return min(1.0, share) if share > 0 else 0.0
 
     def seconds_left(self) -> float:
         record = self.record
@@ -87,7 +91,7 @@ class Watched:
             f"step {count(last['step'])}" if not brief else "",
             f"epoch {last['epoch']:.2f}/{of}",
             f"{count(recent_speed(self.record))} images/s",
-            f"loss {last['loss']:.3f}",
+            f"loss {short(last['loss'])}",
             f"rate {short(last['lr'])}" if not brief else "",
             f"batch {count(last['batch'])}" if not brief else "",
         ]
@@ -121,11 +125,11 @@ class Lines:
 
     def update(self, run: Watched) -> None:
         for words in evaluations(run.record, self._told):
-            print(words, file=sys.stderr, flush=True)
+            say(words, progress=True)
         self._told = len(run.record.evaluations)
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + self._every
-            print(f"{time.strftime('%H:%M:%S')}  {run.line()}", file=sys.stderr, flush=True)
+            say(f"{time.strftime('%H:%M:%S')}  {run.line()}", progress=True)
 
 
 class Bar:
@@ -161,8 +165,9 @@ class Bar:
         for words in evaluations(run.record, self._told):
             self._progress.console.print(words, markup=False, highlight=False, soft_wrap=True)
         self._told = len(run.record.evaluations)
-        share = run.share if math.isfinite(run.share) else 0.0
-        self._progress.update(self._bar, completed=share, description=run.line(self._brief))
+        self._progress.update(
+            self._bar, completed=run.share, description=printable(run.line(self._brief))
+        )
 
 
 def evaluations(record: Record, since: int) -> list[str]:
@@ -178,8 +183,11 @@ def run(arguments: list[str]) -> int:
     if not flags.every > 0 or not flags.patience > 0:
         raise UserError("--every and --patience are seconds, more than 0")
     path = Path(flags.run)
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is no folder: name the folder of a run")
+    if not is_run(path) and (path.is_file() or not flags.wait):
+        beside = path.parent.iterdir() if path.parent.is_dir() else ()
+        runs = sorted(str(other) for other in beside if is_run(other))
+        hint = f" ({nearest(flags.run, runs)})" if runs else ""
+        raise UserError(f"{path} is not the folder of a run{hint}; --wait waits until it is")
     watched = Watched(path, flags.patience)
     show: Lines | Bar = Bar() if sys.stderr.isatty() else Lines(flags.every)
     try:
@@ -189,9 +197,9 @@ def run(arguments: list[str]) -> int:
                 time.sleep(min(_LOOK_SECONDS, flags.every))
             show.update(watched)
     except KeyboardInterrupt:
-        print("megabatch: no longer watching; the run itself goes on", file=sys.stderr)
+        say("megabatch: no longer watching; the run itself goes on", progress=True)
     result = watched.result()
-    print(_said(watched, flags.patience))
+    say(_said(watched, flags.patience))
     if flags.json:
         print(json.dumps(result), flush=True)
     ends = {"failed": FAILED, "silent": FAILED, "missing": FAILED, "stopped": STOPPED}
@@ -203,7 +211,9 @@ def _said(run: Watched, patience: float) -> str:
         "finished": "finished",
         "target": "reached the target",
         "stopped": "stopped on request (--resume goes on)",
-        "failed": "failed: diagnosis.json says what is known",
+        "failed": "failed: diagnosis.json says what is known"
+        if run.record.diagnosis
+        else "failed: its process is gone",
         "silent": f"silent for {duration(run.record.silent_seconds())}: was it killed?",
         "missing": f"not there after {duration(patience)}",
     }.get(run.state, run.state)

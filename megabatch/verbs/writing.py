@@ -1,8 +1,11 @@
-"""Files that a verb writes: whole or not at all, with the permissions that the umask gives."""
+"""What a verb leaves: files, whole or not at all, with the permissions that the umask gives; and
+lines that do nothing to a terminal but stand there.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from megabatch.errors import RunFailed, UserError
@@ -11,7 +14,7 @@ from megabatch.errors import RunFailed, UserError
 def check_out(out: Path, suffixes: tuple[str, ...], what: str) -> None:
     """Refuse, before any work, a name that cannot be written."""
     if out.suffix.lower() not in suffixes:
-        raise UserError(f"{what}'s name ends with {suffixes[0]}: name it {out}{suffixes[0]}")
+        raise UserError(f"the name of {what} ends with {suffixes[0]}: name it {out}{suffixes[0]}")
     if out.is_dir() or not out.parent.is_dir():
         raise UserError(f"{out} cannot be written: name a file in a folder that is there")
 
@@ -27,3 +30,13 @@ def write_whole(out: Path, data: bytes) -> None:
             aside.unlink(missing_ok=True)
     except OSError as error:
         raise RunFailed(f"{out} cannot be written: {error.strerror or error}") from None
+
+
+def printable(words: str) -> str:
+    """Words from a file or a name, with what moves a cursor or is no Unicode written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+
+
+def say(words: str, progress: bool = False) -> None:
+    """One line: a result on standard output, or progress on standard error."""
+    print(printable(words), file=sys.stderr if progress else sys.stdout, flush=True)
