@@ -21,7 +21,7 @@ from megabatch.data.augment import normalise
 from megabatch.data.decoded import Decoded
 from megabatch.data.jpeg import BadImage
 from megabatch.data.origins import open_origin
-from megabatch.data.packfile import Pack
+from megabatch.data.packfile import Arena, Pack
 from megabatch.data.source import Memory
 from megabatch.errors import UserError
 from megabatch.runs import checkpoint
@@ -75,7 +75,7 @@ class _Files:
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
 
-    def record(self, index: int) -> bytes:
+    def record(self, index: int, arena: Arena | None = None) -> bytes:
         try:
             return self._paths[index].read_bytes()
         except OSError as error:
