@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.cluster import Cluster, grid_of, place_by, under_launcher
+from megabatch.cluster import LAUNCHERS, Cluster, grid_of, place_by, under_launcher
 from megabatch.errors import UserError
 from megabatch.launch import WorkerFailed, run_local
 
@@ -241,8 +241,9 @@ def found_in_a_group(environ, timeout_seconds=60):
     """Each worker's cluster or sentence where torch was initialised without any variable, which
     are then set to `environ`, a dict by rank."""
     rank, store = int(os.environ["RANK"]), dist.FileStore(os.environ["MEGABATCH_STORE"], 2)
-    for name in [*torchrun(0, 0, 0, 0), "MEGABATCH_STORE"]:
-        del os.environ[name]
+    # Local workers inherit what their server was started under, another test's variables too.
+    for name in ["MEGABATCH_STORE", *(name for row in LAUNCHERS for name in row)]:
+        os.environ.pop(name, None)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     os.environ.update(environ.get(rank, {}))
     if environ.get(rank) == ABSENT:
