@@ -101,7 +101,7 @@ def prepared(
         net.to(cluster.device, full_dtype(config))
         if cluster.world > 1:
             for tensor in net.state_dict().values():
-                dist.broadcast(tensor, src=0)
+                dist.broadcast(tensor, group_src=0, group=cluster.group)
         yield net
 
 

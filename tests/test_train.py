@@ -92,6 +92,23 @@ def test_a_module_with_dropout_too(alone, world):
     assert summary.weights_sha256 == alone[True].weights_sha256
 
 
+def in_two_teams(config):
+    """Two of three workers train together; the third trains by itself meanwhile."""
+    everyone = Cluster.from_env()
+    teams = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2])]
+    cluster = Cluster.from_env(group=teams[everyone.rank == 2])
+    seeded = replace(config, seed=int(everyone.rank == 2))
+    summary = train(seeded, cluster=cluster, quiet=True)
+    everyone.barrier()
+    return summary
+
+
+def test_some_of_the_workers_train_by_themselves(alone):
+    summary = run_local(3, in_two_teams, replace(CONFIG, deterministic=True))
+    assert summary.world == 2
+    assert summary.weights_sha256 == alone[False].weights_sha256
+
+
 def test_the_seed_changes_the_result_and_is_all_that_does(alone):
     again = on_workers(1, replace(CONFIG, deterministic=True))
     assert again.weights_sha256 == alone[False].weights_sha256

@@ -30,7 +30,7 @@ def diagnosis(
     found: list[list[int]] = [bad]
     if cluster.world > 1:
         found = [[]] * cluster.world
-        dist.all_gather_object(found, bad)
+        dist.all_gather_object(found, bad, group=cluster.group)
     positions = sorted(first for part in found for first in part)
     with torch.no_grad():
         norms = {name: float(p.norm()) for name, p in net.named_parameters()}
