@@ -118,6 +118,7 @@ def changed(config, change):
             {"optimizer": {"form": "pytorch", "momentum_correction": True}},
             "momentum_correction belongs to --optimizer.form paper",
         ),
+        ({"optimizer": {"name": "larc"}}, "there is no optimizer 'larc': did you mean lars?"),
         ({"data": {"size": 0}}, "data.size is 0"),
         (
             {"data": {"size": 10_000, "source": "synthetic", "images": 10_000}},
@@ -210,6 +211,10 @@ def another(value, rule, kind):
     raise AssertionError(kind)
 
 
+def name_of(section, field):
+    return field.name if section is None else f"{section}.{field.name}"
+
+
 def every_other():
     """Configs that differ from the plain one in one setting each."""
     for section in (None, "data", "noise", "lr", "optimizer"):
@@ -223,13 +228,17 @@ def every_other():
                 other = (Stage(5, 128),)
             elif field.name == "model":
                 other = "small20"
+            elif name_of(section, field) == "optimizer.name":
+                other = "lamb"
             elif field.name == "channels":
                 other = 3
             else:
                 other = another(value, rule, kinds[field.name])
             config = replace(whole, **{field.name: other})
-            name = field.name if section is None else f"{section}.{field.name}"
-            yield name, config if section is None else replace(PLAIN, **{section: config})
+            yield (
+                name_of(section, field),
+                config if section is None else replace(PLAIN, **{section: config}),
+            )
 
 
 def test_what_may_change_on_resume_is_a_property_of_the_setting():

@@ -37,7 +37,7 @@ def run(command, where, text=None):
 
 
 def test_these_are_extensions_of_one_file():
-    assert list(EXAMPLES) == ["An all-reduce", "A wiring", "A model", "An origin"]
+    assert list(EXAMPLES) == ["An all-reduce", "A wiring", "A model", "An optimiser", "An origin"]
     for part in EXAMPLES.values():
         (diff,) = blocks(part, "diff")
         assert len(re.findall(r"^\+\+\+ ", diff, re.MULTILINE)) == 1
@@ -59,7 +59,7 @@ def test_the_worked_example_works(name, tmp_path):
 
 def test_the_examples_are_not_there_already(tmp_path):
     """Without its diff an example fails: what it shows is the diff's work."""
-    for name in ("An all-reduce", "A wiring", "A model"):
+    for name in ("An all-reduce", "A wiring", "A model", "An optimiser"):
         code = "\n".join(blocks(EXAMPLES[name], "python"))
         found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert found.returncode != 0, name

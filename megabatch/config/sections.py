@@ -8,8 +8,9 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from megabatch import schedule
+from megabatch import optim, schedule
 from megabatch.config.settings import check_settings, need, setting
+from megabatch.errors import nearest
 from megabatch.schedule import Schedule, linear_scaling
 
 EPOCHS = 1e9
@@ -174,7 +175,7 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: Literal["lars", "lamb"] = setting("lars")
+    name: str = setting("lars")
     """lars (with trust None: SGD; with a policy: LARC) or lamb"""
     momentum: float = setting(0.9, least=0, below=1)
     """a stage of the batch may set its own"""
@@ -200,6 +201,10 @@ class OptimizerConfig:
 
     def check(self) -> None:
         check_settings(self, "optimizer.")
+        need(
+            self.name in optim.names(),
+            f"there is no optimizer {self.name!r}: {nearest(self.name, optim.names())}",
+        )
         need(
             not self.momentum_correction or self.form == "paper",
             "momentum_correction belongs to --optimizer.form paper: "
