@@ -160,7 +160,7 @@ def test_a_part_without_a_readable_image(tmp_path):
 def test_skipping_is_for_folders():
     for data in (Data(skip_bad=1), Data(path="a.arrow", skip_bad=1)):
         with pytest.raises(UserError, match=r"data\.skip_bad leaves unreadable images of a folder"):
-            Config(data=data).check()
+            open_sources(Config(data=data))
 
 
 # --- hostile files

@@ -84,11 +84,6 @@ class Data:
     def check(self) -> None:
         check_settings(self, "data.")
         need(
-            self.skip_bad == 0 or self.kind == "folder",
-            "data.skip_bad leaves unreadable images of a folder out; for packs megabatch pack has "
-            "--skip-bad",
-        )
-        need(
             self.channels in (1, 3),
             f"data.channels is {self.channels}; it is 1 (grey) or 3 (colour)",
         )
