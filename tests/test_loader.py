@@ -233,7 +233,7 @@ def test_a_pack_is_staged_once_and_again_when_it_changed(packs, tmp_path):
         == Pack(packs / "raw.arrow").fingerprint
     )
     one, _ = read(packs / "raw.arrow")
-    two, _ = read(packs / "raw.arrow", stage=str(local))
+    two, _ = read(packs / "raw.arrow", local_copy=str(local))
     assert torch.equal(one, two)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match="cannot be staged"):

@@ -42,6 +42,11 @@ def open_sources(
     `training`, those of validation alone), and all that cannot be read are named or left out.
     """
     kind = config.data.kind
+    if config.data.skip_bad and (data is not None or kind != "folder"):
+        raise UserError(
+            "data.skip_bad leaves unreadable images of a folder out; for packs megabatch pack has "
+            "--skip-bad"
+        )
     if data is not None:
         return open_own(config, data)
     if kind in ("pack", "folder"):

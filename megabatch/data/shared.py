@@ -88,11 +88,16 @@ class SharedOut:
             image.numpy()[:] = numpy.frombuffer(pack.record(number), numpy.uint8)
         self._total = count_steps(config.all_stages, images, config.epochs)[1]
         self._epochs: dict[int, Future[Area]] = {}
-        # A group and a thread of its own: the exchange runs under training, whose collectives
-        # have another order.
-        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, "exchange")
         self._areas = Areas()
+        # A group and a thread of its own: the exchange runs under training, whose collectives
+        # have another order.
+        self._group: dist.ProcessGroup | None = None
+        try:
+            self._group = dist.new_group(backend="gloo")
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def file(self) -> int:
