@@ -11,6 +11,7 @@ import pytest
 from megabatch.cli import main
 from megabatch.planner import published
 from megabatch.report import tables
+from megabatch.report.numbers import duration
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -207,8 +208,7 @@ def test_the_pages_timelines_are_of_the_steps_in_its_table(capsys, tmp_path):
     for batch, step in zip((34_816, 69_632), steps, strict=True):
         assert re.search(rf"batch {batch:,}, stage . of 2: 1,104 steps of {step} ms", text)
         assert f"<span>worker</span><span>{step} ms</span>" in text
-    low, _ = best["interval"]
-    assert f"{low:,.1f} s to" in text or f"{low / 60:.1f} min to" in text
+    assert " to ".join(map(duration, best["interval"])) in text
 
 
 def test_published_prints_the_table_of_the_docs(capsys):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megabatch.planner.run import Forecast
+from megabatch.report.numbers import duration
 
 SAME = 0.01
 WIDTH = 80
@@ -69,12 +70,6 @@ def told(forecast: Forecast) -> str:
         f"{1e3 * forecast.step_seconds:.2f} ms, {1e3 * forecast.exposed_seconds:.2f} of it exposed "
         f"communication. Limit: {forecast.limit}."
     )
-
-
-def duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _table(found: list[Forecast], best: list[Forecast], compared: str) -> list[str]:

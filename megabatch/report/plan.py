@@ -11,7 +11,8 @@ from megabatch.planner.run import Forecast
 from megabatch.planner.step import Step
 from megabatch.report.bars import Piece, bar, key
 from megabatch.report.look import Section, colour, page, text
-from megabatch.report.plain import duration, fastest, folded
+from megabatch.report.numbers import duration
+from megabatch.report.plain import fastest, folded
 
 COLOURS = {
     "until backward": "compute",
