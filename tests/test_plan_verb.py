@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from megabatch.cli import main
-from megabatch.planner import published, today
+from megabatch.planner import published
+from megabatch.report import tables
+from megabatch.report.numbers import duration
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -41,7 +43,7 @@ def test_a_table_for_people_and_json_for_programs(recipe, capsys):
     assert [row["gpus"] for row in result["best"]] == [4, 64]
     fastest = min(r["seconds_to_target"] for r in result["rows"] if r["gpus"] == 64)
     assert result["best"][1]["seconds_to_target"] == fastest
-    assert "halving_doubling" in err and "torus" in err
+    assert "halving_doubling" in out and err == ""
 
 
 @pytest.mark.parametrize(
@@ -52,28 +54,80 @@ def test_compare(recipe, capsys, what, key, count):
     _, out, _ = ask(
         capsys, recipe, "--machine", "abci", "--gpus", "64", "--compare", what, "--json"
     )
-    rows = json.loads(out)["rows"]
+    rows = json.loads(out.splitlines()[-1])["rows"]
     assert len({json.dumps(row[key]) for row in rows}) == len(rows) == count
 
 
-def test_a_target_time_finds_a_cluster(recipe, capsys):
+def test_a_target_time_finds_the_fewest_and_the_cheapest(recipe, capsys):
     _, out, _ = ask(capsys, recipe, "--machine", "hgx-h200", "--target-seconds", "600", "--json")
-    (row,) = json.loads(out)["rows"]
-    assert row["seconds_to_target"] <= 600
-    assert row["gpus"] % 8 == 0
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert all(row["seconds_to_target"] <= 600 and row["gpus"] % 8 == 0 for row in rows)
+    assert "the fewest and the cheapest" in out
+
+
+def test_the_table_fits_80_columns_and_marks_the_best_in_a_pipe(recipe):
+    words = ["--machine", "p4d.24xlarge", "--gpus", "8,512,4096"]
+    call = f"main(['plan', {recipe!r}, *{words}])"
+    code = f"import sys; from megabatch.cli import main; sys.exit({call})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    lines = ran.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    table = lines[2 : lines.index("", 2)]
+    assert [line.split()[1] for line in table if line.startswith("*")] == ["8", "512", "4,096"]
+    assert "$" in table[1] and "kWh" in ran.stdout and "nine of ten times" in ran.stdout
+
+
+def test_rows_that_are_the_same_are_one_row_and_said_to_be(recipe, capsys):
+    _, out, _ = ask(capsys, recipe, "--gpus", "8", "--compare", "buckets")
+    table = out.split("\n\n")[1]
+    assert len(table.splitlines()) == 2 and "+7" in table
+    assert "the choice of bucket size does not matter" in out
+
+
+def test_a_cliff_and_waste_are_said(capsys, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(published.imagenet("resnet50", 65536).to_json())
+    _, out, _ = ask(capsys, str(config), "--machine", "abci", "--gpus", "1028")
+    assert "leave 4 of 1,028 GPUs idle: 1,024 end in" in " ".join(out.split())
+    config.write_text(published.imagenet("resnet50", 8192).to_json())
+    _, out, _ = ask(capsys, str(config), "--gpus", "4096")
+    assert "2,048 GPUs, half as many," in " ".join(out.split())
+
+
+def test_a_page_that_cannot_be_written_gets_one_sentence(recipe, capsys, tmp_path):
+    status, _, err = ask(capsys, recipe, "--gpus", "8", "--html", str(tmp_path / "no" / "x.html"))
+    assert status == 2 and "x.html cannot be written: No such file" in err
+
+
+def test_money_and_power_may_be_given(recipe, capsys):
+    words = ("--gpus", "8", "--plan", "ring", "--price", "2", "--watts", "1000", "--json")
+    (row,) = json.loads(ask(capsys, recipe, *words)[1].splitlines()[-1])["rows"]
+    assert row["dollars"] == pytest.approx(2 * row["gpu_hours"])
+    assert row["kwh"] == pytest.approx(row["gpu_hours"])
+
+
+@pytest.mark.parametrize("model", ["vgg16", "resnet152", "efficientnet_b0", "convnext_tiny",
+                                   "vit_b_16", "vit_l_16"])  # fmt: skip
+def test_models_of_today_by_name(recipe, capsys, model):
+    words = ("--gpus", "64", "--workload", model, "--json")
+    status, out, _ = ask(capsys, recipe, *words)
+    assert status == 0
+    assert f"{model} was not measured on dgx-h100" in " ".join(out.split())
+    assert json.loads(out.splitlines()[-1])["best"][0]["epochs"] == 90
 
 
 def test_what_is_given_is_not_searched(recipe, capsys):
     given = ["--plan", "torus", "--grid", "16", "4", "--bucket-mb", "10", "--wire", "fp16"]
     _, out, _ = ask(capsys, recipe, "--machine", "abci", "--gpus", "64", *given, "--json")
-    (row,) = json.loads(out)["rows"]
+    (row,) = json.loads(out.splitlines()[-1])["rows"]
     assert [row[k] for k in ("plan", "grid", "bucket_mb", "wire")] == ["torus", [16, 4], 10, "fp16"]
 
 
 def test_the_pass_is_as_large_as_asked_for(recipe, capsys):
     ask_for = ["--machine", "hgx-h200", "--gpus", "8", "--plan", "ring", "--json"]
     whole, parts = (
-        json.loads(ask(capsys, recipe, *ask_for, *more)[1])["rows"][0]
+        json.loads(ask(capsys, recipe, *ask_for, *more)[1].splitlines()[-1])["rows"][0]
         for more in ((), ("--micro", "256"))
     )
     assert (whole["micro"], parts["micro"]) == (1024, 256)
@@ -82,7 +136,7 @@ def test_the_pass_is_as_large_as_asked_for(recipe, capsys):
 
 def test_another_batch_and_length(recipe, capsys):
     _, out, _ = ask(capsys, recipe, "--gpus", "8", "--batch", "4096", "--epochs", "9", "--json")
-    row = json.loads(out)["rows"][0]
+    row = json.loads(out.splitlines()[-1])["rows"][0]
     assert row["epochs"] == 9
     assert row["images_per_second"] == pytest.approx(4096 / row["step_seconds"])
 
@@ -101,6 +155,18 @@ def test_another_batch_and_length(recipe, capsys):
         (("--workload", "none.json"), "the model none.json cannot be read"),
         (("--target-seconds", "0.01"), "no number of dgx-h100's nodes does it in 0.01 s"),
         (("--machines", "abci"), "did you mean --machine?"),
+        (("--epochs", "0"), "--epochs is 0; give a length above 0"),
+        (("--epochs", "nan"), "--epochs is nan"),
+        (("--batch", "0"), "--batch is 0; give at least 1 image"),
+        (("--bucket-mb", "-5"), "buckets of -5 MB hold nothing: give a size above 0"),
+        (("--bucket-mb", "nan"), "buckets of nan MB hold nothing"),
+        (("--target-seconds", "-5"), "a run in -5 s cannot be: give a time above 0"),
+        (("--target-seconds", "nan"), "a run in nan s cannot be"),
+        (("--price", "-1"), "--price is -1; give a number from 0 on"),
+        (("--workload", "vgg"), "did you mean vgg16?"),
+        (("--workload", ""), "there is no model ''"),
+        (("--gpus", "8", "--grid", "-1", "-8"), "a grid of -1 x -8 is none"),
+        (("--machine", "abci", "--target-seconds", "1"), "the fastest, "),
     ],
 )
 def test_a_mistake_gets_one_sentence(recipe, capsys, words, sentence):
@@ -123,28 +189,41 @@ def test_an_unknown_recipe_or_none(capsys):
 
 
 def test_the_page_is_one_file_that_works_offline(recipe, capsys, tmp_path):
-    pytest.importorskip("plotly")
     page = tmp_path / "plan.html"
     ask(capsys, recipe, "--machine", "abci", "--gpus", "64,256", "--html", str(page))
     text = page.read_text()
-    assert "Plotly.newPlot" in text
-    assert len(text) > 3_000_000  # plotly's script is inside
-    assert not re.search(r"<(script|link|img)[^>]+(src|href)=.?https?:", text)
-    assert text.count("One step on") == 2
+    assert len(text) < 2_000_000
+    assert not re.search(r"<(script|img)|https?:", text)
+    assert 'name="viewport"' in text and "prefers-color-scheme:dark" in text
+
+
+def test_the_pages_timelines_are_of_the_steps_in_its_table(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    words = ("mikami2018", "--machine", "abci", "--gpus", "1024", "--html", str(page), "--json")
+    (best,) = json.loads(ask(capsys, *words)[1].splitlines()[-1])["best"]
+    text = page.read_text()
+    steps = [f"{1e3 * stage['step_seconds']:,.2f}" for stage in best["stages"]]
+    assert len(steps) == 2
+    assert f"steps of {' and '.join(steps)} ms" in text
+    for batch, step in zip((34_816, 69_632), steps, strict=True):
+        assert re.search(rf"batch {batch:,}, stage . of 2: 1,104 steps of {step} ms", text)
+        assert f"<span>worker</span><span>{step} ms</span>" in text
+    assert " to ".join(map(duration, best["interval"])) in text
 
 
 def test_published_prints_the_table_of_the_docs(capsys):
     status, out, err = ask(capsys, "published", "--json")
     assert status == 0
-    assert err.strip() in (DOCS / "planner.md").read_text()
-    rows = json.loads(out)["rows"]
+    *table, result = out.splitlines()
+    assert "\n".join(table) in (DOCS / "planner.md").read_text() and err == ""
+    rows = json.loads(result)["rows"]
     assert all({"paper", "published", "predicted", "error"} <= set(row) for row in rows)
 
 
 def test_today_prints_the_table_of_the_docs(capsys):
     status, out, _ = ask(capsys, "today")
     assert status == 0
-    assert out.strip() == today.table()
+    assert out.strip() == tables.today()
     assert out.strip() in (DOCS / "todays-gpus.md").read_text()
 
 
@@ -177,7 +256,7 @@ def test_bench_step_measures_and_the_planner_reads_it(capsys, tmp_path, monkeypa
     assert all(row["images_per_second"] > 0 for row in rows)
     status, out, _ = ask(capsys, "digits", "--machine", "machine.json", "--gpus", "1", "--json")
     assert status == 0
-    assert json.loads(out)["rows"][0]["images_per_second"] > 0
+    assert json.loads(out.splitlines()[-1])["rows"][0]["images_per_second"] > 0
     status, _, err = ask(capsys, "digits", "--machine", "machine.json", "--gpus", "2")
     assert (status, "has no network" in err) == (2, True)
 
@@ -185,6 +264,39 @@ def test_bench_step_measures_and_the_planner_reads_it(capsys, tmp_path, monkeypa
 def test_a_model_of_ones_own_comes_as_json(capsys, tmp_path, recipe):
     own = tmp_path / "model.json"
     assert main(["bench", "step", "--model", "resnet18", "--export", str(own)]) == 0
-    _, out, err = ask(capsys, recipe, "--gpus", "64", "--workload", str(own), "--json")
-    assert "resnet18 was not measured on dgx-h100" in err
-    assert json.loads(out)["rows"]
+    _, out, _ = ask(capsys, recipe, "--gpus", "64", "--workload", str(own), "--json")
+    assert "resnet18 was not measured on dgx-h100" in " ".join(out.split())
+    assert json.loads(out.splitlines()[-1])["rows"]
+
+
+def test_any_module_is_exported_with_its_attention(capsys, tmp_path, recipe, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ours.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.patches = nn.Conv2d(3, 64, 16, 16)\n"
+        "        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)\n"
+        "        self.head = nn.Linear(64, 1000)\n"
+        "    def forward(self, images):\n"
+        "        tokens = self.patches(images).flatten(2).transpose(1, 2)\n"
+        "        return self.head(self.attention(tokens, tokens, tokens)[0].mean(1))\n"
+        "number = 5\n"
+    )
+    words = ["bench", "step", "--model", "ours:Net", "--export", "ours.json"]
+    assert main(words) == 0
+    (attention,) = (
+        layer
+        for layer in json.loads(Path("ours.json").read_text())["layers"]
+        if layer["name"] == "attention"
+    )
+    # four products of 64 x 64 a token, and 196 x 196 x 64 twice
+    assert attention["multiply_adds"] == 4 * 196 * 64 * 64 + 2 * 196 * 196 * 64
+    status, out, _ = ask(capsys, recipe, "--gpus", "8", "--workload", "ours.json", "--json")
+    assert status == 0 and json.loads(out.splitlines()[-1])["rows"]
+    for wrong in ("ours:number", "ours:nothing", "theirs:Net"):
+        assert main([*words[:3], wrong, *words[4:]]) == 2
+        err = capsys.readouterr().err
+        assert "ours" in err or "theirs" in err
+        assert err.count("\n") == 1

@@ -17,24 +17,18 @@ from hypothesis import strategies as st
 
 from megabatch import models, plans
 from megabatch.batch import Stage, count_steps
-from megabatch.bench.step import describe
+from megabatch.bench.describe import describe
 from megabatch.errors import UserError
-from megabatch.planner import bundled, forecast, load, machine, published, smallest, workload
+from megabatch.planner import forecast, load, machine, published, workload
 from megabatch.planner.bundled import MACHINES
 from megabatch.planner.cost import Line, Price, legs, price
 from megabatch.planner.machine import Machine, Network, Node, Rate, Sending, Spine
+from megabatch.planner.pace import expected_maximum
 from megabatch.planner.run import LANES, PLANNED, Job, Setting, epochs_to_target, stretches
 from megabatch.planner.search import candidates, compare
-from megabatch.planner.step import (
-    Bucket,
-    buckets,
-    expected_maximum,
-    held_up,
-    pass_seconds,
-    send,
-    step,
-)
+from megabatch.planner.step import Bucket, arrival, buckets, held_up, send, step
 from megabatch.plans import HIERARCHICAL, RING, TORUS, through
+from megabatch.report import tables
 from megabatch.sync.execute import LANES as ENGINE_LANES
 
 DOCS = Path(__file__).parents[1] / "docs" / "planner.md"
@@ -339,24 +333,29 @@ def test_the_slowest_of_many_is_expected_later():
     assert all(a < b for a, b in pairwise(values))
 
 
-def test_a_pass_is_measured_or_on_the_line_between_two_that_were():
-    net = workload.bundled("resnet50")
-    place = Machine(
-        "m", 1, rates=(Rate("resnet50", 100, 1000.0), Rate("resnet50", 300, 1500.0)), jitter=0.0
-    )
-    assert pass_seconds(place, net, 100) == pytest.approx(0.1)
-    assert pass_seconds(place, net, 200) == pytest.approx(0.15)
-    assert pass_seconds(place, net, 600) == pytest.approx(0.4)
-    assert pass_seconds(place, net, 1) == pytest.approx(0.0505)
-    double = replace(place, rates=(Rate("resnet101", 100, 1000.0),))
-    scale = net.multiply_adds / workload.bundled("resnet101").multiply_adds
-    assert pass_seconds(double, net, 50) == pytest.approx(0.05 * scale)
-
-
 def test_rows_measured_on_several_workers_are_not_charged_twice_for_the_slowest():
     place = Machine("m", 8, Node(0.0, 1e15), rates=(Rate("resnet50", 32, 100.0, workers=8),))
     config = published.imagenet("resnet50", 256, 1)
     assert forecast(config, place, 8).step_seconds == pytest.approx(0.32, rel=1e-4)
+
+
+def test_the_quick_way_through_a_step_is_the_long_one():
+    full = buckets(workload.bundled("resnet50"), 4.0, "fp32")
+    for lanes, latency, pace_ in product((1, 3), (0.0, 1e-4, 3e-3), (0.0, 1e-10, 5e-9)):
+        sent = send(full, Price(latency, pace_), 0.01, 0.02, lanes)
+        last, under_way = arrival(full, Price(latency, pace_), 0.01, 0.02, lanes)
+        assert last == pytest.approx(max(one.end for one in sent), rel=1e-12)
+        assert under_way == pytest.approx(sum(one.end - one.start for one in sent), rel=1e-9)
+
+
+def test_multiprocessors_that_send_do_not_compute():
+    full, cost = [Bucket(1e6, 0.5)], Price(0.01, 1e-8)  # 20 ms under way, hidden
+    free = step(0.3, 1, full, cost)
+    held = step(0.3, 1, full, cost, sending_share=0.25)
+    assert held.seconds - free.seconds == pytest.approx(0.25 * 0.02)
+    assert step(0.3, 1, full, cost, sending_share=0.25, overlap=False).seconds == pytest.approx(
+        step(0.3, 1, full, cost, overlap=False).seconds
+    )
 
 
 # --- run
@@ -379,14 +378,16 @@ def test_steps_are_counted_as_the_trainer_counts_them(batch, grown, images):
 
 def test_a_target_ends_the_run_where_reference_runs_reach_it():
     config = replace(published.imagenet("resnet50", 8192), target_accuracy=0.759)
-    images = workload.images_of(config)
-    assert epochs_to_target(config, images) == 42.0
-    assert epochs_to_target(replace(config, batch=(8192 + 13056) // 2), images) == pytest.approx(
-        43.7
-    )
-    assert epochs_to_target(replace(config, batch=10**6), images) == 90.0
-    assert epochs_to_target(replace(config, target_accuracy=0.80), images) == 90.0
-    assert epochs_to_target(replace(config, target_accuracy=None), images) == 90.0
+    images, net = workload.images_of(config), workload.usual("resnet50")
+
+    def epochs(**changes):
+        return epochs_to_target(replace(config, **changes), net, images)
+
+    assert epochs() == 42.0
+    assert epochs(batch=(8192 + 13056) // 2) == pytest.approx(43.7)
+    assert epochs(batch=10**6) == epochs(target_accuracy=0.80) == epochs(target_accuracy=None) == 90
+    # another model has its own epochs, never ResNet-50's
+    assert epochs_to_target(config, workload.usual("vgg16"), images) == 90.0
 
 
 def test_time_is_steps_and_evaluation_and_its_interval_holds_it():
@@ -398,7 +399,11 @@ def test_time_is_steps_and_evaluation_and_its_interval_holds_it():
     low, high = found.interval
     assert low < found.seconds_to_target < high
     assert 0 < found.efficiency <= 1
-    assert found.gpu_hours == pytest.approx(found.seconds_to_target * 64 / 3600)
+    assert found.gpu_hours == pytest.approx((found.seconds_to_target + 20) * 64 / 3600)
+    assert found.dollars is None
+    assert found.kwh == pytest.approx(found.gpu_hours * 1.275)
+    paid = forecast(config, "p5.48xlarge", 64)
+    assert paid.dollars == pytest.approx(paid.gpu_hours * 98.32 / 8)
 
 
 def test_input_that_is_too_slow_is_named():
@@ -412,34 +417,27 @@ def test_the_search_finds_what_going_through_all_finds():
     config = published.imagenet("resnet50", 8192, 1)
     best = forecast(config, "abci", 256, wire="fp16")
     job = Job.of(config, "abci", 256)
-    every = [job.train_seconds(s) for s in candidates(256, wire="fp16")]
+    choices = candidates(256, wire="fp16")
+    every = [job.train_seconds(setting) for setting in choices.settings()]
+    assert job.fastest(choices)[0] == min(every)
     assert best.train_seconds <= 1.01 * min(every)
     assert len(every) == 8 * (2 + 5 * 7)
 
 
 def test_comparisons():
     job = Job.of(published.imagenet("resnet50", 8192, 1), "abci", 64)
-    every = list(candidates(64))
+    every = candidates(64)
     assert {f.setting.plan for f in compare(job, "plans", every)} == set(PLANNED)
     assert {f.setting.grid[1] for f in compare(job, "grids", every)} == {2, 4, 8, 16, 32}
     assert len({f.setting.bucket_mb for f in compare(job, "buckets", every)}) == 8
     assert [f.setting.wire for f in compare(job, "wire", every)] == ["fp32", "fp16"]
 
 
-def test_the_smallest_cluster_that_is_fast_enough():
-    config = published.imagenet("resnet50", 32768)
-    found = smallest(config, "dgx-h100", 300.0)
-    assert found.seconds_to_target <= 300
-    assert forecast(config, "dgx-h100", found.gpus - 8).seconds_to_target > 300
-    with pytest.raises(UserError, match=r"no number of dgx-h100's nodes does it in 1 s: the fast"):
-        smallest(config, "dgx-h100", 1.0)
-
-
-def test_a_hundred_thousand_gpus_are_searched_in_two_seconds():
+def test_a_hundred_thousand_gpus_are_searched_in_a_second():
     config = published.imagenet("resnet50", 131072)
     began = time.process_time()
     found = forecast(config, "dgx-h100", 100_000)
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 1
     assert found.gpus == 100_000
 
 
@@ -465,9 +463,9 @@ def test_the_cost_does_not_grow_with_the_number_of_gpus():
         calls_of(lambda gpus=gpus: forecast(config, "dgx-h100", gpus, grid=(gpus // 8, 8)))
         for gpus in (1024, 65536)
     )
-    assert large <= 1.1 * small  # halving-doubling takes a step more each time they double
+    assert large <= 1.2 * small  # halving-doubling takes a step more each time they double
     # a search over all grids pays for the divisors
-    sizes = [len(list(candidates(n))) for n in (2**10, 2**13)]
+    sizes = [len(list(candidates(n).settings())) for n in (2**10, 2**13)]
     assert sizes[1] - sizes[0] == 3 * 5 * 8
 
 
@@ -477,25 +475,31 @@ def test_the_cost_does_not_grow_with_the_number_of_gpus():
 def test_the_machines_of_the_papers_and_of_today_are_bundled():
     assert set(MACHINES) == {
         "bigbasin-p100", "mn1-p100", "tencent-p40", "abci", "stampede2-knl", "stampede2-skx",
-        "horovod-v100-10gbe", "dgx-a100", "dgx-h100", "hgx-h200",
+        "horovod-v100-10gbe", "horovod-p100-25gbe", "dgx1-v100", "dgx2h", "dgx-a100", "dgx-h100",
+        "hgx-h200", "dgx-b200", "p3dn.24xlarge", "p4d.24xlarge", "p5.48xlarge", "a3-highgpu-8g",
+        "nd-h100-v5", "nd-a100-v4",
     }  # fmt: skip
 
 
-def test_an_h100_is_as_fast_at_each_size_as_an_h200_in_proportion(monkeypatch):
-    measured = {50: 3000.0, 100: 4000.0, 400: 6500.0, 1024: 7400.0}
-    monkeypatch.setattr(bundled, "_H200", measured)
-    rates = {row.micro: row.images_per_second for row in bundled._h100()}
-    assert rates == pytest.approx({n: 7160 * rate / 6500 for n, rate in measured.items()})
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [("ND H100 v5", "nd-h100-v5"), ("nd_h100_v5", "nd-h100-v5"), ("P5.48xlarge", "p5.48xlarge"),
+     ("h200", "hgx-h200"), ("b200", "dgx-b200"), ("DGX-1", "dgx1-v100")],
+)  # fmt: skip
+def test_a_machine_is_found_under_the_name_that_people_type(typed, name):
+    assert load(typed) is MACHINES[name]
 
 
 def test_plans_are_priced_with_the_lanes_that_the_trainer_has():
     assert LANES == ENGINE_LANES
-    assert all(setting.lanes == LANES for setting in candidates(8))
+    assert all(setting.lanes == LANES for setting in candidates(8).settings())
 
 
 def test_every_constant_has_a_source_and_one_at_most_is_fitted():
     for place in MACHINES.values():
-        for name in ("node", "network", "spine", "rates", "jitter", "launch_seconds"):
+        for name in ("node", "network", "spine", "rates", "jitter", "launch_seconds",
+                     "sending_share", "input_images_per_second", "price_per_gpu_hour",
+                     "watts_per_gpu"):  # fmt: skip
             if getattr(place, name):
                 assert place.sources.get(name), (place.name, name)
         if place.fitted:
@@ -525,7 +529,7 @@ def test_machine_json_is_written_in_parts_and_read_back(tmp_path):
     assert machine.from_json(machine.to_json(found)) == found
     with pytest.raises(UserError, match="has no network: megabatch bench sync adds it"):
         found.check_world(8)
-    with pytest.raises(TypeError):
+    with pytest.raises(UserError, match=r"no key 'links\.node\.speed'"):
         machine.update(file, {"links": {"node": {"speed": 1}}})
     assert load(str(file)) == found
 
@@ -551,7 +555,7 @@ def test_bundled_machines_survive_their_json(name):
         ("missing.json", None, "missing.json cannot be read: No such file"),
         ("wrong.json", "{}", "wrong.json is not a machine.json: its format is None"),
         ("broken.json", "{", "broken.json is not a machine.json"),
-        ("list.json", '{"format": "megabatch-machine-1", "links": {"node": {}}}', "not a machine"),
+        ("list.json", '{"format": "megabatch-machine-1", "links": [1]}', "links is .1.: give an"),
     ],
 )
 def test_a_wrong_machine_gets_one_sentence(tmp_path, monkeypatch, name, text, sentence):
@@ -584,7 +588,7 @@ ROWS = published.rows()
 
 def test_published_rows_are_met():
     promised = [row for row in ROWS if row.tolerance is not None and not row.given]
-    assert len(promised) == 7
+    assert len(promised) == 16
     assert [row.what for row in promised if not row.holds] == []
 
 
@@ -617,18 +621,6 @@ def test_what_a_fitted_constant_moves():
     assert quicker["2,048 KNL, 90 epochs"] == 0
 
 
-def test_the_assumed_jitter_is_the_smallest_whole_per_cent_that_meets_all_rows_it_touches():
-    shared = [name for name, place in MACHINES.items() if place.jitter == machine.JITTER]
-    assert set(MACHINES) - set(shared) == {"abci"}
-
-    def missed(jitter):
-        others = {name: replace(MACHINES[name], jitter=jitter) for name in shared}
-        return any(row.holds is False for row in published.rows(MACHINES | others))
-
-    smallest_that_meets = next(cent for cent in range(100) if not missed(cent / 100))
-    assert smallest_that_meets / 100 == machine.JITTER
-
-
 def test_half_the_assumed_jitter_more_or_less_moves_no_efficiency_by_three_points():
     for factor in (0.5, 1.5):
         for name in ("bigbasin-p100", "mn1-p100", "tencent-p40", "dgx-h100"):
@@ -636,11 +628,22 @@ def test_half_the_assumed_jitter_more_or_less_moves_no_efficiency_by_three_point
             assert all(abs(by[row.what]) < 3 for row in ROWS if row.unit == "%")
 
 
+def test_published_times_lie_inside_their_intervals_nine_of_ten_times():
+    timed = [
+        row for row in ROWS if row.paper.startswith("MLPerf") and row.interval and row.unit == "s"
+    ]
+    inside = [row.interval[0] <= row.published <= row.interval[1] for row in timed]
+    assert len(timed) == 5
+    assert sum(inside) >= 0.9 * len(timed)
+    assert statistics.median(row.interval[1] / row.interval[0] for row in timed) <= 1.4
+
+
 def test_the_docs_hold_the_tables():
     docs = DOCS.read_text()
-    assert published.table(ROWS) in docs
-    assert published.jitter_table() in docs
-    assert published.sources_table() in docs
+    assert tables.published(ROWS) in docs
+    assert tables.jitter() in docs
+    assert tables.sources() in docs
+    assert tables.chips() in docs
 
 
 # --- real steps
@@ -672,12 +675,33 @@ def test_steps_between_emulated_hosts_are_still_foreseen(run, tmp_path):
     assert found in (folder / "README.md").read_text()
 
 
+def test_runs_of_others_are_foreseen_from_one_measured_speed():
+    """MLPerf's logs: results/planner says which were looked at and which were held out."""
+    folder = Path(__file__).parents[1] / "results" / "planner"
+    script = runpy.run_path(str(folder / "mlperf.py"))
+    said = (folder / "mlperf.md").read_text()
+    for name, allowed in (("SEEN", 8.0), ("HELD", 8.0)):
+        runs = script[name]
+        found = [script["planned"](run) for run in runs]
+        errors = [abs(script["error"](run, one)) for run, one in zip(runs, found, strict=True)]
+        assert statistics.median(errors) <= allowed
+        inside = [
+            one.interval[0] <= run.seconds <= one.interval[1]
+            for run, one in zip(runs, found, strict=True)
+        ]
+        assert statistics.mean(inside) >= 0.9
+        assert statistics.median(one.interval[1] / one.interval[0] for one in found) <= 1.4
+        *_, summary = script["replay"](runs)
+        assert summary in said
+        assert summary in DOCS.read_text()
+
+
 # --- what users rely on
 
 
 def test_the_planner_needs_neither_torch_nor_numpy():
     code = (
-        "import sys, megabatch.verbs.plan, megabatch.planner.page; "
+        "import sys, megabatch.verbs.plan, megabatch.report.plan; "
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

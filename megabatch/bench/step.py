@@ -1,8 +1,8 @@
 """megabatch bench step: images/s of the trainer's own step by model and micro-batch, for
 machine.json.
 
-`--export` writes any bundled model as the planner's workload; `describe` does it for a module of
-your own.
+`--export` writes a model as the planner's workload: a bundled one, or a module of your own by its
+import path (`megabatch.bench.describe`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megabatch import models
+from megabatch.bench.describe import describe, imported
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.loader import MicroBatch
 from megabatch.errors import DONE, UserError
 from megabatch.parts import assemble, prepared
 from megabatch.planner.machine import update
-from megabatch.planner.workload import Layer, Workload, made_for
+from megabatch.planner.workload import made_for
 from megabatch.process import compute_settings
 from megabatch.step import train_step
 from megabatch.verbs.parsing import parse
@@ -39,7 +40,7 @@ _BEFORE_CAPTURE = 5
 @dataclass(frozen=True)
 class StepFlags:
     model: str = "small"
-    """one of the bundled models"""
+    """one of the bundled models; --export also takes package.file:thing, a module or its maker"""
     micro: tuple[int, ...] = (16, 32, 64, 128)
     """images in one pass, each measured"""
     span: int = 0
@@ -66,6 +67,8 @@ class StepFlags:
 
 def run(arguments: list[str]) -> int:
     flags = parse(StepFlags, "bench step", arguments)
+    if flags.export and ":" in flags.model:
+        return _export(flags, imported(flags.model), flags.size or 224, 3)
     usual, channels, classes = made_for(flags.model)
     size = flags.size or usual
     try:
@@ -73,9 +76,7 @@ def run(arguments: list[str]) -> int:
     except ValueError as error:
         raise UserError(str(error)) from None
     if flags.export:
-        described = describe(net, torch.zeros(1, channels, size, size), flags.model)
-        Path(flags.export).write_text(described.to_json())
-        return DONE
+        return _export(flags, net, size, channels)
     device = flags.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,6 +106,12 @@ def run(arguments: list[str]) -> int:
     print(f"written to {flags.out}", file=sys.stderr)
     if flags.json:
         print(json.dumps({"rows": rows, "out": flags.out}), flush=True)
+    return DONE
+
+
+def _export(flags: StepFlags, net: nn.Module, size: int, channels: int) -> int:
+    described = describe(net, torch.zeros(1, channels, size, size), flags.model)
+    Path(str(flags.export)).write_text(described.to_json())
     return DONE
 
 
@@ -191,30 +198,3 @@ def _how(flags: StepFlags) -> str:
     compiled = ", torch.compile" if flags.compile else ""
     graph = ", one CUDA graph" if flags.graphs else ""
     return f"megabatch bench step, {flags.precision}{compiled}{graph}, one worker"
-
-
-def describe(module: nn.Module, images: Tensor, name: str) -> Workload:
-    """The workload of a module, by one forward pass over images: a layer for each module that owns
-    parameters."""
-    work: dict[nn.Module, int] = {}
-
-    def count(layer: nn.Module, _: Any, output: Any) -> None:
-        weight = getattr(layer, "weight", None)
-        if isinstance(weight, Tensor) and weight.dim() > 1 and isinstance(output, Tensor):
-            work[layer] = work.get(layer, 0) + output[0].numel() * weight[0].numel()
-
-    hooks = [layer.register_forward_hook(count) for layer in module.modules()]
-    training = module.training
-    try:
-        with torch.no_grad():
-            module.eval()(images[:1])
-    finally:
-        module.train(training)
-        for hook in hooks:
-            hook.remove()
-    layers = []
-    for path, layer in module.named_modules():
-        sizes = tuple(p.numel() for p in layer.parameters(recurse=False) if p.requires_grad)
-        if sizes:
-            layers.append(Layer(path, sizes, work.get(layer, 0)))
-    return Workload(name, tuple(layers))

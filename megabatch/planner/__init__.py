@@ -1,10 +1,11 @@
 """The planner: how long a run takes on a machine, before it is started. It imports no torch.
 
-Read machine, workload, price, step, run and search, in this order; published replays what papers
-report.
+Read chips, workload, machine, pace, cost, step, run and search, in this order; published replays
+what papers report.
 """
 
-from megabatch.planner.machine import Machine, load
+from megabatch.planner.bundled import load
+from megabatch.planner.machine import Machine
 from megabatch.planner.run import Forecast, Setting
 from megabatch.planner.search import forecast, smallest
 from megabatch.planner.workload import Workload

@@ -59,8 +59,8 @@ class Line:
 
     def touches(self, block: int) -> int:
         """Blocks of ranks (nodes, racks) that the line reaches into, where it lies worst."""
-        furthest = block - gcd(self.extent, block)
-        return -(-(furthest + self.extent) // block)
+        extent = self.members * self.stride
+        return -(-(block - gcd(extent, block) + extent) // block)
 
     def hops_between(self, block: int, closed: bool = True) -> int:
         """Of members - 1 hops from one to the next: those that leave a block, at most.
@@ -121,17 +121,19 @@ def legs(plan: Plan, y: int, x: int, machine: Machine) -> Iterator[PricedPhase]:
     check(plan)
     world = y * x
     share, in_play, alone = 1.0, 1.0, False  # of the tensor a worker holds, of the workers
-    opened: list[tuple[Line, float, float, bool]] = []
+    opened: list[tuple[Phase, Line, Price, float, float, bool]] = []
     for phase in plan:
         if phase.op in CLOSES:
-            line, share, in_play, alone = opened.pop()
+            before, line, cost, share, in_play, alone = opened.pop()
+            if before.wiring != phase.wiring and line.members > 1:
+                cost = _collective(phase, line, machine)
         else:
             members, stride = {"x": (x, 1), "y": (y, x), "xy": (world, 1)}[phase.axis]
             line = Line(members, stride, world, alone)
+            cost = _collective(phase, line, machine) if members > 1 else FREE
             if phase.op != "all_reduce":
-                opened.append((line, share, in_play, alone))
+                opened.append((phase, line, cost, share, in_play, alone))
         if line.members > 1:
-            cost = _collective(phase, line, machine)
             yield PricedPhase(
                 phase,
                 cost.latency,
@@ -146,6 +148,31 @@ def legs(plan: Plan, y: int, x: int, machine: Machine) -> Iterator[PricedPhase]:
         elif phase.op == "reduce":
             in_play /= line.members
             alone = True
+
+
+def least_latency(plan: Plan, y: int, x: int, machine: Machine) -> float:
+    """A bound on a price's latency that takes no walk through its phases' distances: hops that
+    reach further than a node is wide surely leave it."""
+    near, far = _latency(machine, False, False), _latency(machine, True, False)
+    if machine.spine:
+        far = min(far, _latency(machine, True, True))
+    inside = min(near, far) if machine.node else far
+    each, total = machine.workers_per_node, 0.0
+    for phase in plan:
+        members, stride = {"x": (x, 1), "y": (y, x), "xy": (y * x, 1)}[phase.axis]
+        if members == 1:
+            continue
+        if phase.wiring == "ring":
+            count = members - 1
+            leaving = count if stride >= each else max(0, members * stride // each - 1)
+        else:
+            count = (members - 1).bit_length()
+            leaving = max(
+                0, count - (max(each // stride, 1) - 1).bit_length() - (each % stride > 0)
+            )
+        ways = 2 if phase.op == "all_reduce" else 1
+        total += machine.launch_seconds + ways * (inside * (count - leaving) + far * leaving)
+    return total
 
 
 def _collective(phase: Phase, line: Line, machine: Machine) -> Price:
@@ -189,8 +216,9 @@ def _halving(line: Line, machine: Machine) -> Price:
     while distance < line.members:
         swapped = 0.5 / distance if 2 * distance <= largest else 0.0
         part = max(swapped, handed.get(distance, 0.0))
-        latency += _latency(machine, *_crossed(line, distance, machine))
-        seconds += part * _swap_pace(line, distance, machine)
+        hop, pace = _swap(line, distance, machine)
+        latency += hop
+        seconds += part * pace
         distance *= 2
     return Price(latency, seconds)
 
@@ -210,9 +238,9 @@ def _tree(line: Line, machine: Machine) -> Price:
     latency = seconds = 0.0
     distance = 1
     while distance < line.members:
-        latency += _latency(machine, *_crossed(line, distance, machine))
         # half of those in play send: one of each pair that a swap would have
-        pace = _swap_pace(line, distance, machine, sending=0.5 / distance)
+        hop, pace = _swap(line, distance, machine, sending=0.5 / distance)
+        latency += hop
         seconds += pace
         distance *= 2
     return Price(latency, seconds)
@@ -263,13 +291,6 @@ def _hops(line: Line, machine: Machine, closed: bool = True) -> float:
     )
 
 
-def _crossed(line: Line, distance: int, machine: Machine) -> tuple[bool, bool]:
-    """Whether a swap at that distance leaves the node, and the rack."""
-    rack = machine.workers_per_rack
-    node = line.leaving_swap(machine.workers_per_node, distance) > 0
-    return node, bool(rack) and line.leaving_swap(rack or 1, distance) > 0
-
-
 def _latency(machine: Machine, leaves_node: bool, leaves_rack: bool) -> float:
     if leaves_rack and machine.spine:
         return machine.spine.latency_seconds
@@ -290,16 +311,18 @@ def _pace(line: Line, machine: Machine, closed: bool = True) -> float:
     )
 
 
-def _swap_pace(line: Line, distance: int, machine: Machine, sending: float = 1.0) -> float:
+def _swap(line: Line, distance: int, machine: Machine, sending: float = 1.0) -> tuple[float, float]:
+    """Latency of a swap at that distance, and seconds a byte of it."""
     rack = machine.workers_per_rack
     node_flows = line.leaving_swap(machine.workers_per_node, distance)
-    rack_flows = line.leaving_swap(rack, distance) if rack else 0
-    return _slowest(
+    rack_flows = line.leaving_swap(rack, distance) if rack and node_flows else 0
+    pace = _slowest(
         machine,
         max(1, node_flows * sending) if node_flows else 0,
         max(1, rack_flows * sending) if rack_flows else 0,
         node_flows == 0,
     )
+    return _latency(machine, node_flows > 0, rack_flows > 0), pace
 
 
 def _slowest(machine: Machine, node_flows: float, rack_flows: float, inside: bool) -> float:
@@ -307,7 +330,7 @@ def _slowest(machine: Machine, node_flows: float, rack_flows: float, inside: boo
     paces = [1 / machine.node.bytes_per_second] if inside and machine.node else []
     network = machine.network
     if node_flows and network:
-        nics = network.nics * network.bytes_per_second
+        nics = network.nics * network.nic_bytes_per_second
         flow = min(nics, network.flow_bytes_per_second or nics)
         paces += [node_flows / nics, 1 / flow]
         if rack_flows and machine.spine:

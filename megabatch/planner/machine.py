@@ -1,6 +1,8 @@
-"""A machine as the planner sees it: links by level, images/s by model and micro-batch, jitter.
+"""A machine as the planner sees it: links by level, images/s by model and micro-batch, jitter,
+price and power.
 
 `machine.json`, which the benches write, is read and written here and described in docs/planner.md.
+Every number is checked as it comes in, from a file or from Python.
 """
 
 from __future__ import annotations
@@ -8,106 +10,226 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 from megabatch.errors import UserError, nearest
+from megabatch.planner.chips import CHIPS, Chip, named_in, unknown
 from megabatch.planner.workload import usual
 
 FORMAT = "megabatch-machine-1"
 
 Level = Literal["node", "network", "spine"]
 
+# Spread of a worker's step time, as a share of it: what eight GPUs of a node lose to each other
+# where all that they send is hidden is 1 to 3 % (TensorFlow's table [found: S30], MLPerf's logs),
+# and the slowest of eight is 1.42 spreads late. docs/planner.md has what other values give.
+JITTER = 0.025
+
+# The share of its line rate at which a transport carries large all-reduces, and its range.
+TRANSPORTS = {
+    "infiniband": (0.94, 0.80, 0.97),
+    "roce": (0.95, 0.75, 0.98),
+    "efa": (0.60, 0.45, 0.90),
+    "tcp": (0.85, 0.45, 0.96),
+}
+
 
 @dataclass(frozen=True)
-class Node:
+class _Limits:
+    above: float = -float("inf")
+    least: float = -float("inf")
+    most: float = float("inf")
+    whole: bool = False
+
+    def sentence(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        if isfinite(self.above):
+            return f"{kind} above {self.above:g}"
+        if isfinite(self.most):
+            return f"{kind} from {self.least:g} to {self.most:g}"
+        return f"{kind} from {self.least:g} on"
+
+    def hold(self, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            return False
+        if self.whole and value != int(value):
+            return False
+        return self.above < value and self.least <= value <= self.most
+
+
+def _number(default: Any = MISSING, **limits: Any) -> Any:
+    return field(default=default, metadata={"limits": _Limits(**limits)})
+
+
+class Checked:
+    """Its numbers are within their limits, or a sentence says which is not."""
+
+    called = ""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):  # type: ignore[arg-type]
+            limits, value = one.metadata.get("limits"), getattr(self, one.name)
+            if one.type == "str" and not isinstance(value, str):
+                key = f"{self.called}.{one.name}".lstrip(".")
+                raise UserError(f"{key} is {value!r}: give a text")
+            if limits is None or (value is None and one.default is None):
+                continue
+            if not limits.hold(value):
+                key = f"{self.called}.{one.name}".lstrip(".")
+                raise UserError(f"{key} is {value!r}: give {limits.sentence()}")
+
+
+@dataclass(frozen=True)
+class Node(Checked):
     """Between two workers of one node."""
 
-    latency_seconds: float
-    bytes_per_second: float
+    called = "links.node"
+    latency_seconds: float = _number(least=0)
+    bytes_per_second: float = _number(above=0)
     """what one worker can send to its neighbour, in one direction"""
 
 
 @dataclass(frozen=True)
-class Network:
+class Network(Checked):
     """Between two nodes of one rack: what leaves a node shares the node's NICs."""
 
-    latency_seconds: float
+    called = "links.network"
+    latency_seconds: float = _number(least=0)
     """from the memory of one worker to that of another"""
-    bytes_per_second: float
-    """of one NIC, in one direction"""
-    nics: int = 1
-    flow_bytes_per_second: float | None = None
+    bytes_per_second: float = _number(above=0)
+    """of one NIC, in one direction: what it was measured to carry, or its line rate if
+    `transport` is given"""
+    nics: int = _number(1, least=1, whole=True)
+    flow_bytes_per_second: float | None = _number(None, above=0)
     """the most that one pair of workers gets (None: all NICs, as NCCL's channels do)"""
+    transport: str = ""
+    """infiniband, roce, efa or tcp: which share of the line rate is to be had"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.transport and self.transport not in TRANSPORTS:
+            raise UserError(
+                f"there is no links.network.transport {self.transport!r}: "
+                f"{nearest(self.transport, TRANSPORTS)}"
+            )
+
+    @property
+    def nic_bytes_per_second(self) -> float:
+        share = TRANSPORTS[self.transport][0] if self.transport else 1.0
+        return share * self.bytes_per_second
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """How much less and how much more it may carry, as factors."""
+        if not self.transport:
+            return 0.9, 1.05
+        usual_share, low, high = TRANSPORTS[self.transport]
+        return low / usual_share, high / usual_share
 
 
 @dataclass(frozen=True)
-class Spine:
+class Spine(Checked):
     """Between two racks: what leaves a rack shares its uplinks."""
 
-    latency_seconds: float
-    nodes_per_rack: int
-    oversubscription: float = 1.0
+    called = "links.spine"
+    latency_seconds: float = _number(least=0)
+    nodes_per_rack: int = _number(least=1, whole=True)
+    oversubscription: float = _number(1.0, above=0)
     """bandwidth of a rack's NICs over that of its uplinks"""
 
 
 @dataclass(frozen=True)
-class Sending:
-    """What messages cost the cores that compute. A GPU's messages cost it nothing."""
+class Sending(Checked):
+    """What messages cost the cores that compute. What a GPU's cost it: `sending_share`."""
 
-    message_core_seconds: float
+    called = "sending"
+    message_core_seconds: float = _number(least=0)
     """of one core, to send a message and to receive one"""
-    byte_core_seconds: float
-    cores: float
+    byte_core_seconds: float = _number(least=0)
+    cores: float = _number(above=0)
     """of a node: its workers share them, and computing takes all of them"""
 
 
 @dataclass(frozen=True)
-class Rate:
+class Rate(Checked):
     """Images/s of one worker while `workers` of them train with this micro-batch, update
     included."""
 
+    called = "compute"
     model: str
-    micro: int
-    images_per_second: float
-    workers: int = 1
-
-
-# Spread of a worker's step time, as a share of it. Nobody publishes it, and this is no measurement:
-# one constant for every machine without a value of its own, the smallest whole per cent that has
-# the four published efficiencies it touches within 5 points. docs/planner.md has the alternatives.
-JITTER = 0.04
+    micro: int = _number(least=1, whole=True)
+    images_per_second: float = _number(above=0)
+    workers: int = _number(1, least=1, whole=True)
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Checked):
     """`sources` says where each number is from; the one in `fitted` was set to meet a published
     row."""
 
     name: str
-    workers_per_node: int
+    workers_per_node: int = _number(least=1, whole=True)
     node: Node | None = None
     network: Network | None = None
     spine: Spine | None = None
     sending: Sending | None = None
     rates: tuple[Rate, ...] = ()
-    jitter: float = JITTER
+    chip: str = ""
+    """its generation (left out: what the name or the host's facts speak of)"""
+    jitter: float = _number(JITTER, least=0, most=1)
     """standard deviation of a worker's time for a step, as a share of it"""
-    launch_seconds: float = 0.0
+    launch_seconds: float = _number(0.0, least=0)
     """to start one collective"""
-    input_images_per_second: float | None = None
+    sending_share: float = _number(0.0, least=0, most=1)
+    """of a worker's computing that a collective takes from it while it is on the wire"""
+    input_images_per_second: float | None = _number(None, above=0)
     """what one node can read and decode (None: more than its workers ask for)"""
-    largest_micro: int = 1024
-    """images that fit into one worker's memory"""
+    largest_micro: int | None = _number(None, least=1, whole=True)
+    """images of one pass, at most (None: as many as fit into the chip's memory)"""
+    start_seconds: float = _number(20.0, least=0)
+    """from the start of the workers to the first step; no part of a run's time, but paid for"""
+    price_per_gpu_hour: float | None = _number(None, least=0)
+    """in dollars"""
+    watts_per_gpu: float | None = _number(None, least=0)
+    """of a GPU and its share of the node (None: not known)"""
     fitted: str = ""
     sources: dict[str, str] = field(default_factory=dict)
     host: dict[str, Any] = field(default_factory=dict)
     date: str = ""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chip and self.chip not in CHIPS:
+            raise UserError(f"there is no chip {self.chip!r}: {nearest(self.chip, CHIPS)}")
+
     @property
     def workers_per_rack(self) -> int | None:
         return self.workers_per_node * self.spine.nodes_per_rack if self.spine else None
+
+    @property
+    def generation(self) -> Chip:
+        """The chip it says it has, that its name or its host speaks of, or one guessed from its
+        speed."""
+        if self.chip:
+            return CHIPS[self.chip]
+        if "gpu" in self.host:
+            spoken_of = named_in(str(self.host["gpu"]))
+        else:
+            spoken_of = CHIPS["cpu"] if "threads" in self.host else named_in(self.name)
+        if spoken_of is not None:
+            return spoken_of
+        best = max(
+            (
+                row.images_per_second * usual(row.model).multiply_adds
+                for row in self.rates
+                if row.model.startswith("resnet")
+            ),
+            default=2000.0 * usual("resnet50").multiply_adds,
+        )
+        return unknown(best / usual("resnet50").multiply_adds)
 
     def check_world(self, world: int) -> None:
         """Refuse a number of workers that no whole number of nodes, or even share of one, holds."""
@@ -126,61 +248,97 @@ class Machine:
             raise UserError(f"{self.name} has no network: megabatch bench sync adds it")
 
 
-def load(name: str) -> Machine:
-    """The bundled machine of that name, or the machine.json at that path."""
-    from megabatch.planner.bundled import MACHINES
+# --- machine.json --------------------------------------------------------------------------------
 
-    if name in MACHINES:
-        return MACHINES[name]
-    path = Path(name)
-    if path.suffix != ".json":
-        raise UserError(
-            f"there is no machine {name!r}: {nearest(name, MACHINES)} "
-            f"(or give the path of a machine.json)"
-        )
-    try:
-        return from_json(path.read_text(), default_name=path.stem)
-    except OSError as error:
-        raise UserError(f"the machine {name} cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{name} is not a machine.json: {error}") from None
+_LINKS: dict[str, type] = {"node": Node, "network": Network, "spine": Spine}
 
 
 def from_json(text: str, default_name: str = "machine") -> Machine:
+    """A machine from the text of a machine.json; ValueError says what is wrong with it."""
     said = json.loads(text)
-    if said.get("format") != FORMAT:
-        raise ValueError(f"its format is {said.get('format')!r}, not {FORMAT!r}")
-    links = said.get("links", {})
-    spine, sending = links.get("spine"), said.get("sending")
-    optional = ("jitter", "launch_seconds", "input_images_per_second", "largest_micro", "fitted",
-                "sources", "host", "date")  # fmt: skip
+    if not isinstance(said, dict) or said.get("format") != FORMAT:
+        found = said.get("format") if isinstance(said, dict) else said
+        raise ValueError(f"its format is {found!r}, not {FORMAT!r}")
+    said.pop("format")
+    said.pop("plans", None)  # those that bench sync measured: for the trainer
+    links = _object(said.pop("links", {}), "links")
+    _known(links, _LINKS, "links")
+    rows = said.pop("compute", [])
+    if not isinstance(rows, list):
+        raise UserError(f"compute is {rows!r}: give a list of rows")
+    sending = said.pop("sending", None)
+    names = {one.name for one in fields(Machine)} - {*_LINKS, "rates", "sending"}
+    _known(said, names, "")
+    for key in ("sources", "host"):
+        _object(said.get(key, {}), key)
+    for key, default in (("name", default_name), ("workers_per_node", 1)):
+        said[key] = default if said.get(key) is None else said[key]
+    optional = {one.name: one for one in fields(Machine)}
+    given = {key: value for key, value in said.items() if _told(value, optional[key].default)}
     return Machine(
-        name=said.get("name", default_name),
-        workers_per_node=said.get("workers_per_node", 1),
-        node=Node(**links["node"]) if "node" in links else None,
-        network=Network(**links["network"]) if "network" in links else None,
-        spine=Spine(**spine) if spine else None,
-        sending=Sending(**sending) if sending else None,
-        rates=tuple(_rate(**row) for row in said.get("compute", [])),
-        **{key: said[key] for key in optional if said.get(key) is not None},
+        **{level: _part(_LINKS[level], links[level], f"links.{level}") for level in links},
+        sending=_part(Sending, sending, "sending"),
+        rates=tuple(_rate(row) for row in rows),
+        **given,
     )
 
 
-def _rate(model: str, micro: int, flops: float = 0.0, efficiency: float = 1.0, **row: Any) -> Rate:
+def _told(value: Any, default: Any) -> bool:
+    """A null stands for what is left out."""
+    return value is not None or default is None
+
+
+def _object(value: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{key} is {value!r}: give an object")
+    return dict(value)
+
+
+def _known(said: dict[str, Any], names: Any, where: str) -> None:
+    for key in said:
+        if key not in names:
+            raise UserError(f"there is no key {f'{where}.{key}'.lstrip('.')!r}: "
+                            f"{nearest(key, names)}")  # fmt: skip
+
+
+def _part(kind: type, said: Any, where: str) -> Any:
+    """One part of the file as its dataclass; null or nothing at all is no part."""
+    if said is None or said == {}:
+        return None
+    said = _object(said, where)
+    named = {one.name: one for one in fields(kind)}
+    _known(said, named, where)
+    for name, one in named.items():
+        if one.default is MISSING and said.get(name) is None:
+            raise UserError(f"{where} has no {name}")
+    return kind(**{key: value for key, value in said.items() if _told(value, named[key].default)})
+
+
+def _rate(said: Any) -> Rate:
     """A compute row; `flops` (a second) and the share of them that training reaches stand for
     images/s where nobody has measured them."""
-    if flops:
+    row = _object(said, "a row of compute")
+    flops, efficiency = row.pop("flops", None), row.pop("efficiency", 1.0)
+    if flops is not None:
+        if not _Limits(above=0).hold(flops) or not _Limits(above=0, most=1).hold(efficiency):
+            raise UserError(
+                f"compute.flops is {flops!r} and its efficiency {efficiency!r}: give operations a "
+                f"second above 0 and a share from 0 to 1"
+            )
         # two operations a multiply-add, and backward has twice as many as forward
-        row["images_per_second"] = efficiency * flops / (6 * usual(model).multiply_adds)
-    return Rate(model, micro, **row)
+        row["images_per_second"] = efficiency * flops / (6 * usual(row["model"]).multiply_adds)
+    rate: Rate = _part(Rate, row, "compute")
+    if rate is None:
+        raise UserError("a row of compute is empty: give model, micro and images_per_second")
+    return rate
 
 
 def to_json(machine: Machine) -> str:
-    fields = asdict(machine)
-    links = {level: fields.pop(level) for level in ("node", "network", "spine")}
-    fields["links"] = {level: link for level, link in links.items() if link is not None}
-    fields["compute"] = list(fields.pop("rates"))
-    return json.dumps({"format": FORMAT} | fields, indent=2) + "\n"
+    said = asdict(machine)
+    links = {level: said.pop(level) for level in _LINKS}
+    said["links"] = {level: link for level, link in links.items() if link is not None}
+    said["compute"] = list(said.pop("rates"))
+    return json.dumps({"format": FORMAT} | said, indent=2) + "\n"
 
 
 def update(path: str | os.PathLike[str], part: dict[str, Any]) -> None:

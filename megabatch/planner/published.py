@@ -1,7 +1,7 @@
 """Published results replayed: what the planner says, what the paper says, and the difference.
 
 Nothing is fitted here. What a paper leaves open (grid, bucket size, images a GPU) is assumed in the
-row and said so; what the model cannot explain stays in the table.
+row and said so; what the model cannot explain stays in the table (report/tables.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from math import inf
 from megabatch.config import Config, Data, LearningRate
 from megabatch.planner.bundled import MACHINES
 from megabatch.planner.cost import price
-from megabatch.planner.machine import Machine
-from megabatch.planner.run import Forecast, Job, Setting
+from megabatch.planner.machine import Machine, Rate
+from megabatch.planner.run import Choices, Forecast, Job, Setting
 from megabatch.planner.search import BUCKETS_MB
 from megabatch.planner.step import buckets
 from megabatch.planner.workload import bert_large
@@ -35,6 +35,8 @@ class Row:
     remark: str = ""
     given: bool = False
     """a constant of the machine was taken from this row: it tests nothing"""
+    interval: tuple[float, float] | None = None
+    """of the run's seconds"""
 
     @property
     def error(self) -> float:
@@ -69,12 +71,14 @@ def replay(
     model: str = "resnet50",
     epochs: float = 90.0,
     reference_batch: int | None = None,
+    eval_every: float = 0,
 ) -> Forecast:
     """A bucket size of 0 stands for one that nobody published: the planner's best."""
-    job = Job.of(imagenet(model, batch, epochs), machine, gpus)
+    config = replace(imagenet(model, batch, epochs), eval_every=eval_every)
+    job = Job.of(config, machine, gpus)
     if not setting.bucket_mb:
-        sizes = (replace(setting, bucket_mb=size) for size in BUCKETS_MB)
-        setting = job.best(sizes).setting
+        sizes = Choices([(setting.plan, setting.grid)], BUCKETS_MB, setting.wire)
+        setting = replace(setting, bucket_mb=job.best(sizes).setting.bucket_mb)
     return job.forecast(setting, reference_batch)
 
 
@@ -85,18 +89,24 @@ def rows(machines: dict[str, Machine] = MACHINES) -> list[Row]:
         *_akiba(machines["mn1-p100"]),
         *_jia(machines["tencent-p40"]),
         *_mikami(machines["abci"]),
-        *_mlperf(machines["dgx-h100"]),
-        *_horovod(machines["horovod-v100-10gbe"]),
+        *_mlperf_h100(machines["dgx-h100"]),
+        *_mlperf_a100(machines["dgx-a100"]),
+        *_mlperf_v100(machines["dgx2h"]),
+        *_examples(machines["dgx-a100"], machines["dgx1-v100"]),
+        *_horovod(machines["horovod-p100-25gbe"]),
+        *_horovod_alone(machines["horovod-v100-10gbe"]),
         *_you(machines["stampede2-knl"], machines["stampede2-skx"]),
     ]
 
 
 def _points(paper: str, what: str, published: float, found: Forecast, remark: str = "") -> Row:
-    return Row(paper, what, "%", published, 100 * found.efficiency, 5.0, remark)
+    return Row(paper, what, "%", published, 100 * found.efficiency, 6.0, remark)
 
 
 def _minutes(paper: str, what: str, published: float, found: Forecast, remark: str = "") -> Row:
-    return Row(paper, what, "min", published, found.train_seconds / 60, None, remark)
+    interval = (found.interval[0] / 60, found.interval[1] / 60)
+    return Row(paper, what, "min", published, found.seconds_to_target / 60, None, remark,
+               interval=interval)  # fmt: skip
 
 
 def _goyal(machine: Machine) -> Iterator[Row]:
@@ -174,35 +184,93 @@ def _mikami(machine: Machine) -> Iterator[Row]:
         if gpus == 3456:
             yield Row("Mikami 2018", "3,456 V100, images/s", "images/s", 1_641_853,
                       found.images_per_second, None)  # fmt: skip
-            yield Row("Mikami 2018", "3,456 V100, 90 epochs", "s", 122.0, found.train_seconds, None,
+            yield Row("Mikami 2018", "3,456 V100, 90 epochs", "s", 122.0,
+                      found.seconds_to_target, None,
                       "at the published rate 70 s are training; 52 s are not explained by "
                       "throughput and are not modelled")  # fmt: skip
 
 
-def _mlperf(machine: Machine) -> Iterator[Row]:
-    setting = Setting("torus", (8, 8), 0, "fp16")
-    found = replay(machine, 64, 3200, setting, epochs=35)
+# NVIDIA's submissions on several nodes send all gradients at once when backward is over
+# (MXNET_HOROVOD_NUM_GROUPS=1 and one bulk of backward in their config files [found: S8]).
+# Halving-doubling stands for NCCL's trees.
+def _at_once(gpus: int) -> Setting:
+    return Setting("ring:halving_doubling", (1, gpus), inf, "fp16", overlap=False)
+
+
+def _rate(paper: str, what: str, published: float, found: Forecast, remark: str = "") -> Row:
+    rate = found.images_per_second
+    return Row(paper, what, "images/s", published, rate, 12.0, remark, interval=found.interval)
+
+
+def _seconds(paper: str, what: str, published: float, found: Forecast, remark: str = "") -> Row:
+    taken = found.seconds_to_target
+    return Row(paper, what, "s", published, taken, None, remark, interval=found.interval)
+
+
+def _mlperf_h100(machine: Machine) -> Iterator[Row]:
+    found = replay(machine, 64, 3200, _at_once(64), epochs=35)
     yield _points(
         "MLPerf v4.0",
         "64 H100, batch 3,200, efficiency from 8",
         66.0,
         found,
-        "speed at 50 images in proportion to one H200's",
+        "the curve of one H200",
     )
+    for gpus, batch, epochs, seconds in ((512, 20480, 50, 30.2), (3584, 57344, 77, 11.0)):
+        found = replay(machine, gpus, batch, _at_once(gpus), epochs=epochs, eval_every=4.0)
+        what = f"{gpus:,} H100, batch {batch:,}, {epochs} epochs"
+        yield _seconds("MLPerf v3.0", what, seconds, found)
 
-    for gpus, grid, batch, epochs, seconds in (
-        (512, (64, 8), 20480, 50, 30.2),
-        (3584, (448, 8), 57344, 77, 11.0),
+
+def _mlperf_a100(machine: Machine) -> Iterator[Row]:
+    then = replace(machine, rates=(Rate("resnet50", 408, 2815.0, workers=8),))
+    for gpus, batch, epochs, rate, seconds in (
+        (16, 3264, 41, 37_416, 1425.2),
+        (768, 34_560, 59, 1_260_216, 63.5),
     ):
-        setting = Setting("torus:halving_doubling", grid, 0, "fp16")
-        found = replay(machine, gpus, batch, setting, epochs=epochs)
-        yield Row("MLPerf v3.0", f"{gpus:,} H100, batch {batch:,}, {epochs} epochs", "s", seconds,
-                  found.train_seconds, None,
-                  "halving-doubling stands for NCCL's trees; rings give far more (see below); the "
-                  "published time holds evaluation")  # fmt: skip
+        found = replay(then, gpus, batch, _at_once(gpus), epochs=epochs, eval_every=4.0)
+        what = f"{gpus} A100, batch {batch:,}"
+        yield _rate("MLPerf v0.7", f"{what}, images/s", rate, found, "from 2,815 at 408 images")
+        yield _seconds("MLPerf v0.7", f"{what}, {epochs} epochs", seconds, found)
+
+
+def _mlperf_v100(machine: Machine) -> Iterator[Row]:
+    found = replay(machine, 512, 33_280, _at_once(512), epochs=56, eval_every=4.0)
+    yield _rate("MLPerf v0.7", "512 V100, batch 33,280, images/s", 632_285, found,
+                "from 1,578 at 208 images")  # fmt: skip
+    yield _seconds("MLPerf v0.7", "512 V100, batch 33,280, 56 epochs", 120.2, found)
+
+
+def _examples(a100: Machine, v100: Machine) -> Iterator[Row]:
+    """DeepLearningExamples: one GPU's images/s, and what eight of them reach of eight times it."""
+    for machine, chip, each, alone, published in (
+        (a100, "A100", 256, 3411.0, 97.0),
+        (v100, "V100", 192, 1376.0, 97.4),
+    ):
+        one = replace(machine, rates=(Rate("resnet50", each, alone),))
+        setting = Setting("ring", (1, 8), 64.0, "fp16")
+        found = replay(one, 8, 8 * each, setting)
+        share = 100 * found.images_per_second / (8 * alone)
+        yield Row("DeepLearningExamples", f"8 {chip}, images/s over 8 times one", "%", published,
+                  share, 6.0, "jitter of one node, chosen with such rows in view")  # fmt: skip
 
 
 def _horovod(machine: Machine) -> Iterator[Row]:
+    """Horovod's documentation: NCCL's ring, one stream, a fusion buffer of 64 MB, fp32."""
+    for gpus, model, published in (
+        (128, "resnet101", 90.0),
+        (512, "resnet101", 90.0),
+        (128, "vgg16", 79.0),
+        (512, "vgg16", 68.0),
+    ):
+        found = replay(machine, gpus, 64 * gpus, Setting("ring", (1, gpus), 64.0), model=model)
+        alone = Job.of(imagenet(model, 64), machine, 1).forecast(Setting("ring", (1, 1), 64.0))
+        share = 100 * found.images_per_second / gpus / alone.images_per_second
+        yield Row("Horovod", f"{gpus} P100, {model}, images/s over one's", "%", published, share,
+                  6.0, "64 images a GPU")  # fmt: skip
+
+
+def _horovod_alone(machine: Machine) -> Iterator[Row]:
     """The time of the all-reduces alone, Horovod's fusion buffer of 128 MB, gradients in fp16."""
     for name, grid, published in (("ring", (1, 192), 2498.0), ("torus", (32, 6), 978.0)):
         cost = price(PLANS[name], *grid, machine)
@@ -233,53 +301,3 @@ def _you(knl: Machine, skx: Machine) -> Iterator[Row]:
         found,
         "AlexNet's speed on a CPU is not published: by multiply-adds from ResNet-50",
     )
-
-
-def table(found: list[Row]) -> str:
-    """The table of docs/planner.md."""
-    lines = [
-        "| paper | row | published | planner | error | allowed | remark |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in found:
-        unit = "points" if row.unit == "%" else "%"
-        allowed = "shown only" if row.tolerance is None else f"{row.tolerance:g} {unit}"
-        if row.given:
-            allowed = "given"
-        lines.append(
-            f"| {row.paper} | {row.what} | {_number(row.published)} {row.unit} "
-            f"| {_number(row.predicted)} {row.unit} | {row.error:+.1f} {unit} | {allowed} "
-            f"| {row.remark} |"
-        )
-    return "\n".join(lines)
-
-
-def jitter_table(shares: tuple[float, ...] = (0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08)) -> str:
-    """Each published efficiency with another jitter on every machine, fitted ones too."""
-    found = [[row for row in rows(_with_jitter(share)) if row.unit == "%"] for share in shares]
-    lines = [
-        f"| row | published | {' | '.join(f'{share:.0%}' for share in shares)} |",
-        "|" + "---|" * (2 + len(shares)),
-    ]
-    for same in zip(*found, strict=True):
-        cells = " | ".join(f"{row.predicted:.1f}" for row in same)
-        lines.append(f"| {same[0].paper}: {same[0].what} | {same[0].published:.1f} | {cells} |")
-    return "\n".join(lines)
-
-
-def _with_jitter(share: float) -> dict[str, Machine]:
-    return {name: replace(machine, jitter=share) for name, machine in MACHINES.items()}
-
-
-def sources_table() -> str:
-    """Where each constant of each bundled machine is from."""
-    lines = ["| machine | constant | source |", "|---|---|---|"]
-    for machine in MACHINES.values():
-        for name, source in machine.sources.items():
-            mark = " **(fitted)**" if machine.fitted.split(".")[0] == name else ""
-            lines.append(f"| {machine.name} | {name}{mark} | {source} |")
-    return "\n".join(lines)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

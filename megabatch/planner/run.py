@@ -1,4 +1,5 @@
-"""A whole run on a machine under one setting: steps, stages of the batch and evaluation added up.
+"""A whole run on a machine under one setting: steps, stages of the batch, evaluation and the pauses
+around it added up, with the interval that what is assumed leaves open.
 
 Efficiency is images/s over workers times what one worker of a single node does, as the papers
 count it.
@@ -6,24 +7,25 @@ count it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from math import ceil
-from typing import Any
+from math import ceil, exp, inf, log, sqrt
+from typing import Any, NamedTuple
 
 from megabatch.config import Config
 from megabatch.errors import UserError
-from megabatch.planner.cost import FREE, Price, price
-from megabatch.planner.machine import Machine, load
-from megabatch.planner.step import (
-    Bucket,
-    Step,
-    buckets,
+from megabatch.planner.bundled import load
+from megabatch.planner.cost import FREE, Price, least_latency, price
+from megabatch.planner.machine import Machine
+from megabatch.planner.pace import (
+    Pace,
     expected_maximum,
-    pass_seconds,
-    step,
+    is_measured,
+    largest_micro,
+    pace,
     unmeasured,
 )
+from megabatch.planner.step import FORWARD, WIRES, Bucket, Step, arrival, buckets, step
 from megabatch.planner.workload import Images, Workload, images_of, workload_of
 from megabatch.plans import PLANS, Plan
 from megabatch.plans.names import plan_of
@@ -35,6 +37,14 @@ PLANNED: dict[str, Plan] = {
 """the plans that a search goes through, by name"""
 
 LANES = 3  # of the trainer's engine (execute.py); buckets in them hide each other's latency
+
+# Times that a byte of the gradients goes through a GPU's memory: copied into a bucket (2), added to
+# what arrives (3), copied back (2).
+TOUCHED = 7
+
+# What 60 MLPerf logs spend beside training steps [found: S8]; docs/planner.md has the ranges.
+EVALUATED = 0.5  # time of an image that is evaluated, in times of one that is trained on
+PAUSE_STEPS = 5  # that go by around an evaluation: pipelines run empty and fill again
 
 # Batch against epochs to 75.9 % of top-1: MLPerf's reference convergence points [found: S9].
 EPOCHS_TO_759 = (
@@ -56,6 +66,37 @@ class Setting:
     overlap: bool = True
 
 
+class Choices(NamedTuple):
+    """The settings that a search may take: plans with their grids, bucket sizes, one wire."""
+
+    shapes: list[tuple[str, tuple[int, int]]]
+    sizes: tuple[float, ...]
+    wire: str
+
+    def settings(self) -> Iterator[Setting]:
+        for plan, grid in self.shapes:
+            for size in self.sizes:
+                yield Setting(plan, grid, size, self.wire, LANES)
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """How many times as large something assumed may be."""
+
+    latency: float = 1.0
+    bandwidth: float = 1.0
+    jitter: float = 1.0
+    curve: float = 1.0
+    """the fixed cost of a pass, where one size was measured"""
+    speed: float = 1.0
+    """of a pass"""
+    rest: float = 1.0
+    """evaluation and pauses"""
+
+
+CERTAIN = Doubt()
+
+
 @dataclass(frozen=True)
 class Forecast:
     """What a run will take. Times are of the mean step over the stages of the batch."""
@@ -63,8 +104,8 @@ class Forecast:
     machine: str
     gpus: int
     setting: Setting
-    step: Step
-    """of the first stage, for its timeline"""
+    stages: tuple[tuple[int, int, Step], ...]
+    """batch, steps and one step of each"""
     micro: int
     """images of one pass in the first stage: what the trainer must be told to meet this"""
     step_seconds: float
@@ -77,9 +118,15 @@ class Forecast:
     train_seconds: float
     evaluation_seconds: float
     seconds_to_target: float
+    """from the first step to the end"""
     interval: tuple[float, float]
-    """of seconds_to_target: latencies and jitter halved and doubled"""
+    """of seconds_to_target: where nine of ten runs should end"""
+    start_seconds: float
+    """before the first step"""
     gpu_hours: float
+    """from the start of the workers on"""
+    dollars: float | None
+    kwh: float | None
     limit: str
     notes: tuple[str, ...] = ()
     """what was not measured for this machine"""
@@ -88,7 +135,10 @@ class Forecast:
         """As one row of --json."""
         fields: dict[str, Any] = asdict(self)
         setting = fields.pop("setting")
-        del fields["step"]
+        fields["stages"] = [
+            {"batch": batch, "steps": steps, "step_seconds": one.seconds}
+            for batch, steps, one in self.stages
+        ]
         fields.update(setting)
         return fields
 
@@ -96,23 +146,35 @@ class Forecast:
 class Stretch:
     """A stage of the batch on one number of workers: how many steps, of which passes."""
 
-    def __init__(self, machine: Machine, workload: Workload, batch: int, steps: int, gpus: int):
+    def __init__(self, job: Job, batch: int, steps: int):
         self.batch, self.steps = batch, steps
-        share = ceil(batch / gpus)  # the worker with the most images sets the pace
-        self.passes = ceil(share / machine.largest_micro)
+        share = ceil(batch / job.gpus)  # the worker with the most images sets the pace
+        self.passes = ceil(share / job.largest)
         self.micro = ceil(share / self.passes)
-        self.pass_seconds = pass_seconds(machine, workload, self.micro)
-        nodes = max(1, gpus // machine.workers_per_node)
-        rate = machine.input_images_per_second
+        self.pass_seconds = job.doubt.speed * job.pace.seconds(self.micro)
+        nodes = max(1, job.gpus // job.machine.workers_per_node)
+        rate = job.machine.input_images_per_second
         self.input_seconds = batch / nodes / rate if rate else 0.0
+
+    @property
+    def compute_seconds(self) -> float:
+        return self.passes * self.pass_seconds
 
 
 class Job:
     """A config on a number of workers of a machine, ready to be priced under many settings."""
 
     def __init__(
-        self, config: Config, machine: Machine, gpus: int, workload: Workload, images: Images
+        self,
+        config: Config,
+        machine: Machine,
+        gpus: int,
+        workload: Workload,
+        images: Images,
+        doubt: Doubt = CERTAIN,
+        like: Job | None = None,
     ) -> None:
+        """`like`: a job of the same workload and machine, whose pace and buckets are taken over."""
         machine.check_world(gpus)
         smallest = min(stage.batch for stage in config.all_stages)
         if smallest < gpus:
@@ -120,15 +182,19 @@ class Job:
                 f"a batch of {smallest} leaves some of {gpus} GPUs without an image: "
                 f"give at most {smallest} GPUs or a larger batch"
             )
-        self.config, self.machine, self.gpus = config, machine, gpus
+        self.config, self.gpus, self.doubt = config, gpus, doubt
         self.workload, self.images = workload, images
-        self.epochs = epochs_to_target(config, images)
+        self.machine = machine
+        self.pace: Pace = like.pace if like else pace(machine, workload, doubt.curve)
+        self.largest: int = like.largest if like else largest_micro(machine, workload)
+        self.wires: Machine = like.wires if like else _shifted(machine, doubt)
+        self.epochs = epochs_to_target(config, workload, images)
         self.stretches = [
-            Stretch(machine, workload, batch, steps, gpus)
+            Stretch(self, batch, steps)
             for batch, steps in stretches(config, images.train, self.epochs)
         ]
-        self.slowest = machine.jitter * expected_maximum(gpus)
-        self._buckets: dict[tuple[float, str], list[Bucket]] = {}
+        self.slowest = doubt.jitter * machine.jitter * expected_maximum(gpus)
+        self._buckets: dict[tuple[float, str], list[Bucket]] = like._buckets if like else {}
         self._prices: dict[tuple[str, tuple[int, int]], Price] = {}
 
     @classmethod
@@ -138,21 +204,36 @@ class Job:
         place = load(machine) if isinstance(machine, str) else machine
         return cls(config, place, gpus, workload or workload_of(config), images_of(config))
 
-    def steps(self, setting: Setting) -> list[Step]:
-        """One step of each stretch of the run."""
-        key = (setting.bucket_mb, setting.wire)
+    def on(self, gpus: int) -> Job:
+        """The same job on another number of workers."""
+        return Job(
+            self.config, self.machine, gpus, self.workload, self.images, self.doubt, like=self
+        )
+
+    def if_so(self, doubt: Doubt) -> Job:
+        """The same job if something assumed is otherwise."""
+        return Job(self.config, self.machine, self.gpus, self.workload, self.images, doubt)
+
+    def buckets(self, bucket_mb: float, wire: str) -> list[Bucket]:
+        key = (bucket_mb, wire)
         if key not in self._buckets:
             self._buckets[key] = buckets(self.workload, *key)
+        return self._buckets[key]
+
+    def steps(self, setting: Setting) -> list[Step]:
+        """One step of each stretch of the run."""
+        full = self.buckets(setting.bucket_mb, setting.wire) if self.gpus > 1 else ()
         return [
             step(
                 stretch.pass_seconds,
                 stretch.passes,
-                self._buckets[key] if self.gpus > 1 else (),
+                full,
                 self.price(setting),
                 slowest=self.slowest,
                 lanes=setting.lanes,
                 overlap=setting.overlap,
                 input_seconds=stretch.input_seconds,
+                sending_share=self.machine.sending_share,
             )
             for stretch in self.stretches
         ]
@@ -161,25 +242,133 @@ class Job:
         key = (setting.plan, setting.grid)
         if key not in self._prices:
             plan = plan_of(setting.plan)
-            self._prices[key] = price(plan, *setting.grid, self.machine) if self.gpus > 1 else FREE
+            cost = price(plan, *setting.grid, self.wires) if self.gpus > 1 else FREE
+            self._prices[key] = cost._replace(
+                seconds_per_byte=cost.seconds_per_byte + self._touching() * (self.gpus > 1)
+            )
         return self._prices[key]
 
-    def train_seconds(self, setting: Setting) -> float:
-        made = self.steps(setting)
-        return sum(
-            stretch.steps * one.seconds for stretch, one in zip(self.stretches, made, strict=True)
-        )
+    def _touching(self) -> float:
+        """Seconds a byte for which a GPU's memory is at work on what it sends and gets. Cores have
+        `sending` for it."""
+        chip = self.machine.generation
+        if self.machine.sending is not None or chip.name in ("cpu", "unknown"):
+            return 0.0
+        return TOUCHED / chip.memory_bytes_per_second
 
-    def best(self, settings: Iterable[Setting]) -> Forecast:
+    def train_seconds(self, setting: Setting) -> float:
+        cost = self.price(setting)
+        if cost.message_work or cost.byte_work or not setting.overlap or self.gpus == 1:
+            made = self.steps(setting)
+            return sum(
+                stretch.steps * one.seconds
+                for stretch, one in zip(self.stretches, made, strict=True)
+            )
+        full = self.buckets(setting.bucket_mb, setting.wire)
+        total = 0.0
+        for stretch in self.stretches:
+            compute = stretch.compute_seconds
+            backward = (1 - FORWARD) * stretch.pass_seconds
+            arrived, under_way = arrival(full, cost, compute - backward, backward, setting.lanes)
+            held = compute + self.machine.sending_share * min(under_way, backward)
+            busy = compute * self.slowest + max(held, arrived)
+            total += stretch.steps * max(busy, stretch.input_seconds)
+        return total
+
+    def at_least(self, cost: Price, bucket_mb: float, wire: str) -> float:
+        """A time of training that a price cannot beat with such buckets: the last one is full when
+        backward ends, and all of them must go over the wire."""
+        full = self.buckets(bucket_mb, wire)
+        last = cost.latency + cost.seconds_per_byte * full[-1].nbytes
+        whole = cost.latency + cost.seconds_per_byte * self._nbytes(wire)
+        return self._beside(last, whole, full[0].ready)
+
+    def _beside(self, behind: float, whole: float, first_ready: float = 0.0) -> float:
+        """Training if so much follows backward and so much follows its first bucket, at least."""
+        total = 0.0
+        for stretch in self.stretches:
+            backward = (1 - first_ready) * (1 - FORWARD) * stretch.pass_seconds
+            busy = stretch.compute_seconds * (1 + self.slowest) + max(behind, whole - backward, 0.0)
+            total += stretch.steps * max(busy, stretch.input_seconds)
+        return total
+
+    def _nbytes(self, wire: str) -> float:
+        return float(WIRES[wire] * self.workload.parameters)
+
+    def least_seconds(self, wire: str) -> float:
+        """A time of the whole run that no plan can beat: computing, the slowest worker, and what
+        any sum over so many workers costs. News doubles its reach with each hop, there and back;
+        and all that a node gives goes through its NICs."""
+        if self.gpus == 1:
+            return self.whole_run(self._beside(0.0, 0.0))
+        hop, network = self._shortest_hop(), self.wires.network
+        nodes = max(1, self.gpus // self.machine.workers_per_node)
+        between = (nodes - 1).bit_length()
+        latency = 2 * hop * ((self.gpus - 1).bit_length() - between)
+        whole = latency
+        if nodes > 1 and network:
+            latency += 2 * network.latency_seconds * between
+            nics = network.nics * network.nic_bytes_per_second
+            whole = latency + 2 * (nodes - 1) / nodes / nics * self._nbytes(wire)
+        return self.whole_run(self._beside(latency, whole))
+
+    def least_work(self, gpus: int) -> float:
+        """Seconds of a run on so many workers if a pass had no fixed cost and nothing were sent."""
+        seen = sum(stretch.steps * stretch.batch for stretch in self.stretches)
+        return seen * self.pace.seconds(self.largest) / self.largest / gpus
+
+    def fastest(self, choices: Choices, limit: float = inf) -> tuple[float, Setting] | None:
+        """The least time of training and the setting that takes it; None if it is not below the
+        limit. What cannot beat the best so far is not looked at."""
+        best: tuple[float, Setting] | None = None
+        order = sorted(
+            (self._beside(self._least_latency(plan, grid), 0.0), number)
+            for number, (plan, grid) in enumerate(choices.shapes)
+        )
+        for bound, number in order:
+            if bound >= limit:
+                break
+            plan, grid = choices.shapes[number]
+            for size in choices.sizes:
+                setting = Setting(plan, grid, size, choices.wire, LANES)
+                if self.at_least(self.price(setting), size, choices.wire) >= limit:
+                    continue
+                seconds = self.train_seconds(setting)
+                if seconds < limit:
+                    best, limit = (seconds, setting), seconds
+        return best
+
+    def _least_latency(self, plan: str, grid: tuple[int, int]) -> float:
+        return least_latency(plan_of(plan), *grid, self.wires) if self.gpus > 1 else 0.0
+
+    def _shortest_hop(self) -> float:
+        links = (self.wires.node, self.wires.network)
+        return min((link.latency_seconds for link in links if link), default=0.0)
+
+    def best(self, choices: Choices, most: float = inf) -> Forecast:
         """The forecast of the fastest; of those within 1 % of it, the one least at risk.
 
-        Risk is the time with latencies and jitter doubled: of equals, small buckets lose.
+        Risk is the time with latencies and jitter doubled: of equals, small buckets lose. None that
+        makes the whole run take longer than `most` is chosen, unless all do.
         """
-        timed = [(self.train_seconds(setting), setting) for setting in settings]
-        limit = 1.01 * min(seconds for seconds, _ in timed)
-        near = [setting for seconds, setting in timed if seconds <= limit]
-        worse = self._shifted(2.0)
+        found = self.fastest(choices)
+        assert found is not None
+        quickest, _ = found
+        limit = max(quickest, min(1.01 * quickest, self.training_within(most)))
+        near = [
+            setting
+            for setting in choices.settings()
+            if self.at_least(self.price(setting), setting.bucket_mb, setting.wire) <= limit
+            and self.train_seconds(setting) <= limit
+        ]
+        worse = self.if_so(Doubt(latency=2.0, jitter=2.0))
         return self.forecast(min(near, key=worse.train_seconds))
+
+    def training_within(self, seconds: float) -> float:
+        """Training that leaves a run of so many seconds time for the rest."""
+        count = sum(stretch.steps for stretch in self.stretches)
+        paused = 1 + self.doubt.rest * self.evaluations * PAUSE_STEPS / count
+        return (seconds - self.evaluations * self._one_evaluation()) / paused
 
     def forecast(self, setting: Setting, reference_batch: int | None = None) -> Forecast:
         """`reference_batch`: what the single node trains with (None: the same batch)."""
@@ -195,19 +384,24 @@ class Job:
 
         train = count * mean("seconds")
         seen = sum(stretch.steps * stretch.batch for stretch in self.stretches)
-        evaluation = self.evaluation_seconds()
-        total = train + evaluation
+        total = self.seconds(setting)
         parts = {
             "computation": mean("forward_seconds") + mean("backward_seconds"),
             "communication": mean("exposed_seconds"),
             "waiting for the slowest worker": mean("jitter_seconds"),
             "input": mean("input_seconds"),
         }
+        machine = self.machine
+        hours = (total + machine.start_seconds) * self.gpus / 3600
+        dollars, watts = machine.price_per_gpu_hour, machine.watts_per_gpu
         return Forecast(
-            machine=self.machine.name,
+            machine=machine.name,
             gpus=self.gpus,
             setting=setting,
-            step=made[0],
+            stages=tuple(
+                (stretch.batch, stretch.steps, one)
+                for stretch, one in zip(self.stretches, made, strict=True)
+            ),
             micro=self.stretches[0].micro,
             step_seconds=mean("seconds"),
             exposed_seconds=mean("exposed_seconds"),
@@ -217,64 +411,107 @@ class Job:
             images_per_second=seen / train,
             epochs=self.epochs,
             train_seconds=train,
-            evaluation_seconds=evaluation,
+            evaluation_seconds=total - train,
             seconds_to_target=total,
-            interval=(
-                self._shifted(0.5).train_seconds(setting) + evaluation,
-                self._shifted(2.0).train_seconds(setting) + evaluation,
-            ),
-            gpu_hours=total * self.gpus / 3600,
+            interval=self.interval(setting),
+            start_seconds=machine.start_seconds,
+            gpu_hours=hours,
+            dollars=None if dollars is None else dollars * hours,
+            kwh=None if watts is None else watts * hours / 1000,
             limit=self._limit(parts),
-            notes=tuple(unmeasured(self.machine, self.workload)),
+            notes=tuple(unmeasured(machine, self.workload)),
         )
 
-    def evaluation_seconds(self) -> float:
-        """Forward passes over the validation images, after the run and as often as the config
-        asks."""
+    @property
+    def evaluations(self) -> int:
         every = self.config.eval_every
-        times = max(1, int(self.epochs / every)) if every else 1
+        return max(1, int(self.epochs / every)) if every else 1
+
+    def _one_evaluation(self) -> float:
         share = ceil(self.images.validation / self.gpus)
-        size = min(share, self.machine.largest_micro)
-        one_pass = pass_seconds(self.machine, self.workload, size) / 3
-        return times * one_pass * ceil(share / size)
+        size = max(1, min(share, self.largest))
+        passes = ceil(share / size)
+        return self.doubt.rest * EVALUATED * passes * self.pace.seconds(size)
+
+    def seconds(self, setting: Setting) -> float:
+        """Of the whole run: training, evaluations and the pauses around them."""
+        return self.whole_run(self.train_seconds(setting))
+
+    def whole_run(self, train: float) -> float:
+        mean_step = train / sum(stretch.steps for stretch in self.stretches)
+        pause = self.doubt.rest * PAUSE_STEPS * mean_step
+        return train + self.evaluations * (self._one_evaluation() + pause)
+
+    def interval(self, setting: Setting) -> tuple[float, float]:
+        """Where nine of ten runs should end: each doubt's own effect, added as independent ones
+        are (by squares)."""
+        middle = self.seconds(setting)
+        less = more = 0.0
+        for low, high in self._doubts():
+            ends = [log(self.if_so(doubt).seconds(setting) / middle) for doubt in (low, high)]
+            less += min(0.0, *ends) ** 2
+            more += max(0.0, *ends) ** 2
+        return middle * exp(-sqrt(less)), middle * exp(sqrt(more))
+
+    def _doubts(self) -> Iterator[tuple[Doubt, Doubt]]:
+        """What is assumed of the machine and the model, at the ends of its range."""
+        machine, workload = self.machine, self.workload
+        yield Doubt(latency=0.5), Doubt(latency=2.0)
+        yield Doubt(jitter=0.5), Doubt(jitter=2.0)
+        yield Doubt(rest=0.3), Doubt(rest=4.0)
+        if machine.network and self.gpus > machine.workers_per_node:
+            less, more = machine.network.range
+            yield Doubt(bandwidth=more), Doubt(bandwidth=less)
+        if not is_measured(machine, workload):
+            spread = machine.generation.spread
+            yield Doubt(curve=1 / spread), Doubt(curve=spread)
+        if all(row.model != workload.name for row in machine.rates):
+            yield Doubt(speed=1 / 1.35), Doubt(speed=1.35)
+        # runs of one machine differ by a few per cent; clusters lose more than is modelled
+        clustered = self.gpus > machine.workers_per_node
+        yield Doubt(speed=0.95), Doubt(speed=1.15 if clustered else 1.06)
 
     def _node_rate(self, setting: Setting, batch: int | None) -> float:
         """Images/s of one worker of a single node."""
         world = min(self.gpus, self.machine.workers_per_node)
         config = self.config if batch is None else replace(self.config, batch=batch, stages=())
-        node = Job(config, self.machine, world, self.workload, self.images)
+        node = Job(config, self.machine, world, self.workload, self.images, like=self)
         seen = sum(stretch.steps * stretch.batch for stretch in node.stretches)
         flat = (replace(setting, plan=plan, grid=(1, world)) for plan in FLAT)
         return seen / min(node.train_seconds(alone) for alone in flat) / world
-
-    def _shifted(self, factor: float) -> Job:
-        """The same job where latencies and jitter are so many times as large."""
-        machine = self.machine
-        slower = {
-            level: replace(link, latency_seconds=link.latency_seconds * factor)
-            for level in ("node", "network", "spine")
-            if (link := getattr(machine, level)) is not None
-        }
-        shifted = Job(
-            self.config, replace(machine, **slower), self.gpus, self.workload, self.images
-        )
-        shifted.slowest *= factor
-        return shifted
 
     def _limit(self, parts: dict[str, float]) -> str:
         """What the time beside computation goes to, or that a pass is too small."""
         rest = {name: seconds for name, seconds in parts.items() if name != "computation"}
         worst = max(rest, key=lambda name: rest[name])
         share = ceil(self.stretches[0].batch / self.gpus)
-        best = pass_seconds(self.machine, self.workload, self.machine.largest_micro)
-        full = share * best / self.machine.largest_micro
-        small = sum(s.passes * s.pass_seconds for s in self.stretches[:1]) - full
-        if small > rest[worst] and small > 0.05 * parts["computation"]:
+        full = share * self.pace.seconds(self.largest) / self.largest
+        small = self.stretches[0].compute_seconds - full
+        if small > rest[worst] and small > 0.1 * parts["computation"]:
             few = "1 image a GPU is" if share == 1 else f"{share} images a GPU are"
             return f"{few} too few to fill it"
         if rest[worst] < 0.1 * parts["computation"]:
             return "computation"
         return worst
+
+
+def _shifted(machine: Machine, doubt: Doubt) -> Machine:
+    """The machine with its links as a doubt has them."""
+    if doubt.latency == doubt.bandwidth == 1.0:
+        return machine
+    slower: dict[str, Any] = {
+        level: replace(link, latency_seconds=link.latency_seconds * doubt.latency)
+        for level in ("node", "network", "spine")
+        if (link := getattr(machine, level)) is not None
+    }
+    if machine.network is not None:
+        flow = machine.network.flow_bytes_per_second
+        slower["network"] = replace(
+            slower["network"],
+            bytes_per_second=machine.network.bytes_per_second * doubt.bandwidth,
+            flow_bytes_per_second=None if flow is None else flow * doubt.bandwidth,
+        )
+    return replace(machine, **slower)
 
 
 def stretches(config: Config, images: int, epochs: float) -> list[tuple[int, int]]:
@@ -290,11 +527,11 @@ def stretches(config: Config, images: int, epochs: float) -> list[tuple[int, int
     return found
 
 
-def epochs_to_target(config: Config, images: Images) -> float:
+def epochs_to_target(config: Config, workload: Workload, images: Images) -> float:
     """The config's epochs; fewer if it stops at a top-1 that MLPerf's ResNet-50 runs reach
     sooner."""
     target = config.target_accuracy
-    if target is None or config.model != "resnet50" or images.classes != 1000 or target > 0.759:
+    if target is None or workload.name != "resnet50" or images.classes != 1000 or target > 0.759:
         return config.epochs
     batch = max(stage.batch for stage in config.all_stages)
     (low, first), *rest = EPOCHS_TO_759

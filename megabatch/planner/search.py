@@ -1,4 +1,5 @@
-"""The search over plans, grids and bucket sizes, and for the smallest cluster that is fast enough.
+"""The search over plans, grids and bucket sizes, for the fewest and the cheapest GPUs that are fast
+enough, and for cliffs and waste beside a number of GPUs.
 
 A price does not grow with the number of workers, so a search at 100,000 costs what its divisors do.
 """
@@ -6,18 +7,25 @@ A price does not grow with the number of workers, so a search at 100,000 costs w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Literal
+from math import inf
+from typing import Literal, NamedTuple
 
 from megabatch.config import Config
 from megabatch.errors import UserError, nearest
-from megabatch.planner.machine import Machine, load
-from megabatch.planner.run import FLAT, LANES, PLANNED, Forecast, Job, Setting
+from megabatch.planner.bundled import load
+from megabatch.planner.machine import Machine
+from megabatch.planner.run import PLANNED, Choices, Forecast, Job
 from megabatch.planner.step import WIRES
 from megabatch.planner.workload import Workload
 from megabatch.plans.names import plan_of
 
 BUCKETS_MB = (1.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0, 1000.0)
+
+ROUNDING = 1 + 1e-9  # a target that is just met is met
+
+# So many numbers of nodes that no bound rules out are searched one by one; of the others, among
+# thousands by then, only multiples of a round one, which make the better grids.
+TRIES, ROUND = 200, 32
 
 Comparison = Literal["plans", "grids", "buckets", "wire"]
 
@@ -38,10 +46,10 @@ def forecast(
     `wire` is fp32 unless the config or the caller names another: a search would always take fp16.
     """
     job = Job.of(config, machine, gpus, workload)
-    settings = candidates(
+    choices = candidates(
         gpus, plan=plan, grid=grid, bucket_mb=bucket_mb, wire=wire or wire_of(config)
     )
-    return job.best(settings)
+    return job.best(choices)
 
 
 def wire_of(config: Config) -> str:
@@ -58,53 +66,76 @@ def candidates(
     grid: tuple[int, int] | None = None,
     bucket_mb: float | None = None,
     wire: str = "fp32",
-) -> Iterator[Setting]:
+) -> Choices:
     """Every plan, grid and bucket size that is left open, plan by plan."""
     if plan is not None:
         plan_of(plan)
+    if grid is not None and min(grid) < 1:
+        raise UserError(f"a grid of {grid[0]} x {grid[1]} is none: give sides of 1 and more")
     if grid is not None and grid[0] * grid[1] != gpus:
         raise UserError(
             f"a grid of {grid[0]} x {grid[1]} holds {grid[0] * grid[1]} GPUs, not {gpus}"
         )
     if wire not in WIRES:
         raise UserError(f"there is no wire {wire!r}: {nearest(wire, WIRES)}")
-    for name in PLANNED if plan is None else (plan,):
-        for shape in grids(name, gpus) if grid is None else (grid,):
-            for size in BUCKETS_MB if bucket_mb is None else (bucket_mb,):
-                yield Setting(name, shape, size, wire, LANES)
+    if bucket_mb is not None and not bucket_mb > 0:
+        raise UserError(f"buckets of {bucket_mb:g} MB hold nothing: give a size above 0")
+    sizes = BUCKETS_MB if bucket_mb is None else (bucket_mb,)
+    lines, planes = [(1, gpus)], _grids(gpus)
+    shapes = [
+        (name, shape)
+        for name in (PLANNED if plan is None else (plan,))
+        for shape in ((lines if _is_flat(name) else planes) if grid is None else [grid])
+    ]
+    return Choices(shapes, sizes, wire)
 
 
-def grids(plan: str, gpus: int) -> list[tuple[int, int]]:
-    """The grids that mean something: one line for a flat plan, else two sides of two and more."""
-    if gpus < 4 or all(phase.axis == "xy" for phase in plan_of(plan)):
-        return [(1, gpus)]
-    sides = [side for side in _divisors(gpus) if 1 < side < gpus]
+def _is_flat(plan: str) -> bool:
+    """One line of all workers: no grid means anything to it."""
+    return all(phase.axis == "xy" for phase in plan_of(plan))
+
+
+def _grids(gpus: int) -> list[tuple[int, int]]:
+    """The grids that mean something to a plan with two axes: two sides of two and more."""
+    small = [side for side in range(2, int(gpus**0.5) + 1) if gpus % side == 0]
+    sides = small + [gpus // side for side in reversed(small) if side * side != gpus]
     return [(gpus // side, side) for side in sides] or [(1, gpus)]
 
 
-def _divisors(number: int) -> list[int]:
-    small = [side for side in range(1, int(number**0.5) + 1) if number % side == 0]
-    return small + [number // side for side in reversed(small) if side * side != number]
-
-
-def compare(job: Job, what: Comparison, settings: list[Setting]) -> list[Forecast]:
+def compare(job: Job, what: Comparison, choices: Choices) -> list[Forecast]:
     """The best of each plan; or each grid, bucket size or wire of the best of all.
 
     A flat plan has one grid only, so grids are those of the best plan that has several.
     """
     if what == "plans":
-        names = dict.fromkeys(setting.plan for setting in settings)
-        return [job.best(s for s in settings if s.plan == name) for name in names]
+        names = dict.fromkeys(plan for plan, _ in choices.shapes)
+        return [job.best(_only(choices, plan=name)) for name in names]
+    if what == "wire":
+        return [job.best(choices._replace(wire=wire)) for wire in ("fp32", "fp16")]
     if what == "grids":
-        settings = [s for s in settings if s.plan not in FLAT] or settings
-    best = job.best(settings).setting
+        planes = [shape for shape in choices.shapes if not _is_flat(shape[0])]
+        choices = choices._replace(shapes=planes or choices.shapes)
+    best = job.best(choices).setting
+    same = _only(choices, plan=best.plan)
     if what == "grids":
-        same = [s for s in settings if s.plan == best.plan]
-        shapes = dict.fromkeys(s.grid for s in same)
-        return [job.best(s for s in same if s.grid == shape) for shape in shapes]
-    if what == "buckets":
-        return [job.forecast(s) for s in settings if (s.plan, s.grid) == (best.plan, best.grid)]
-    return [job.best(replace(s, wire=wire) for s in settings) for wire in ("fp32", "fp16")]
+        return [job.best(same._replace(shapes=[shape])) for shape in same.shapes]
+    alone = same._replace(shapes=[(best.plan, best.grid)])
+    return [job.forecast(setting) for setting in alone.settings()]
+
+
+def _only(choices: Choices, plan: str) -> Choices:
+    return choices._replace(shapes=[shape for shape in choices.shapes if shape[0] == plan])
+
+
+# --- how many GPUs -------------------------------------------------------------------------------
+
+
+class Enough(NamedTuple):
+    """What ends a run in time."""
+
+    fewest: Forecast
+    cheapest: Forecast
+    """by GPU hours, and so by money: often the fewest, but not where they just miss a cliff"""
 
 
 def smallest(
@@ -115,40 +146,122 @@ def smallest(
     wire: str | None = None,
     workload: Workload | None = None,
 ) -> Forecast:
-    """The forecast of the fewest whole nodes that end within so many seconds.
+    """The forecast of the fewest whole nodes that end within so many seconds."""
+    return enough(config, machine, seconds, wire=wire, workload=workload).fewest
 
-    Node counts grow by a quarter until one is enough; the last gap is then gone through by halves.
+
+def enough(
+    config: Config,
+    machine: str | Machine,
+    seconds: float,
+    *,
+    wire: str | None = None,
+    workload: Workload | None = None,
+) -> Enough:
+    """The fewest and the cheapest whole nodes that end within so many seconds.
+
+    Time does not fall evenly with nodes, so each number is looked at; a bound that takes no search
+    rules most of them out. Close to the least time there is, thousands are left: see TRIES.
     """
+    if not seconds > 0:
+        raise UserError(f"a run in {seconds:g} s cannot be: give a time above 0")
     place = load(machine) if isinstance(machine, str) else machine
-    most = min(stage.batch for stage in config.all_stages) // place.workers_per_node
-
-    def of(nodes: int) -> Forecast:
-        gpus = nodes * place.workers_per_node
-        return forecast(config, place, gpus, wire=wire, workload=workload)
-
-    low, high, fastest = 0, 1, None
-    while high <= most:
-        found = of(high)
-        if fastest is None or found.seconds_to_target < fastest.seconds_to_target:
-            fastest = found
-        if found.seconds_to_target <= seconds:
-            break
-        low, high = high, high + max(1, high // 4)
-    else:
-        if fastest is None:
-            raise UserError(
-                f"a batch of {config.batch} is too small for one node of {place.name}: it has "
-                f"{place.workers_per_node} workers"
-            )
+    each, sent_as = place.workers_per_node, wire or wire_of(config)
+    most = min(stage.batch for stage in config.all_stages) // each
+    if most < 1:
+        raise UserError(
+            f"a batch of {config.batch} is too small for one node of {place.name}: it has "
+            f"{each} workers"
+        )
+    first = Job.of(config, place, each, workload)
+    fewest: Forecast | None = None
+    cheapest: Forecast | None = None
+    tried = 0
+    for nodes in range(1, most + 1):
+        gpus = nodes * each
+        limit = seconds
+        if cheapest is not None:
+            # what a run on so many may take to be cheaper; a perfect one needs so many GPU hours
+            limit = min(limit, cheapest.gpu_hours * 3600 / gpus - place.start_seconds)
+            if first.least_work(gpus) > limit:
+                break
+        job = first.on(gpus)
+        if job.least_seconds(sent_as) > limit or (tried > TRIES and nodes % ROUND):
+            continue
+        tried += 1
+        choices = candidates(gpus, wire=sent_as)
+        if job.fastest(choices, ROUNDING * job.training_within(limit)) is None:
+            continue
+        cheapest = job.best(choices, most=limit)
+        fewest = fewest or cheapest
+    if fewest is None or cheapest is None:
+        quickest = fastest_of(first, most, sent_as)
         raise UserError(
             f"no number of {place.name}'s nodes does it in {seconds:g} s: the fastest, "
-            f"{fastest.gpus:,} GPUs, takes {fastest.seconds_to_target:.1f} s"
+            f"{quickest.gpus:,} GPUs, takes {quickest.seconds_to_target:.1f} s"
         )
-    while high - low > 1:
-        middle = (low + high) // 2
-        found = of(middle)
-        if found.seconds_to_target <= seconds:
-            high = middle
-        else:
-            low = middle
-    return of(high)
+    return Enough(fewest, cheapest)
+
+
+def fastest_of(job: Job, most: int, wire: str) -> Forecast:
+    """The fastest of up to so many nodes, among numbers of them that make good grids: products of
+    twos and threes."""
+    each = job.machine.workers_per_node
+    round_numbers = sorted(
+        2**twos * 3**threes
+        for twos in range(most.bit_length())
+        for threes in range(most.bit_length())
+        if 2**twos * 3**threes <= most
+    )
+    limit, best = inf, each
+    for nodes in round_numbers:
+        here = job.on(nodes * each)
+        if here.least_seconds(wire) >= limit:
+            continue
+        found = here.fastest(candidates(here.gpus, wire=wire), here.training_within(limit))
+        if found is not None:
+            limit, best = here.whole_run(found[0]), here.gpus
+    return job.on(best).best(candidates(best, wire=wire))
+
+
+def advice(job: Job, found: Forecast, wire: str) -> Iterator[str]:
+    """Cliffs and waste beside a number of GPUs, in words."""
+    each = job.machine.workers_per_node
+    nodes = job.gpus // each
+    if nodes < 2:
+        return
+    best: tuple[float, int] | None = None
+    for fewer in _rounder(nodes):
+        other = job.on(fewer * each)
+        taken = _least(other, wire)
+        if best is None or taken < best[0]:
+            best = taken, fewer * each
+    if best is not None and best[0] < 0.98 * found.seconds_to_target:
+        share = found.seconds_to_target / best[0] - 1
+        yield (
+            f"leave {job.gpus - best[1]:,} of {job.gpus:,} GPUs idle: {best[1]:,} end in "
+            f"{best[0]:,.1f} s, and all of them take {share:.0%} longer"
+        )
+        return
+    half = job.on(max(1, nodes // 2) * each)
+    more = _least(half, wire) / found.seconds_to_target - 1
+    if more < 0.1:
+        change = f"take {more:.0%} longer" if more > 0 else f"are {-more:.0%} faster"
+        yield f"{half.gpus:,} GPUs, half as many, {change}: the other half is not worth its price"
+
+
+def _least(job: Job, wire: str) -> float:
+    """Seconds of the whole run, by the fastest setting."""
+    found = job.fastest(candidates(job.gpus, wire=wire))
+    assert found is not None
+    return job.whole_run(found[0])
+
+
+def _rounder(nodes: int) -> Iterator[int]:
+    """Numbers of nodes somewhat below that have more factors of two."""
+    unit = 2
+    while unit <= nodes:
+        fewer = nodes // unit * unit
+        if 0 < fewer < nodes and fewer > 0.6 * nodes:
+            yield fewer
+        unit *= 2

@@ -8,17 +8,12 @@ than the mean, z(N) being the expected maximum of N standard normal numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
-from statistics import NormalDist
 from typing import NamedTuple
 
-from megabatch.errors import UserError
 from megabatch.planner.cost import Price
-from megabatch.planner.machine import Machine, Rate
-from megabatch.planner.workload import Workload, usual
+from megabatch.planner.workload import Workload
 
 FORWARD = 1 / 3  # of a pass: backward makes two products where forward makes one
 
@@ -82,9 +77,12 @@ def send(
     """
     free, wire_free = [0.0] * lanes, 0.0
     sent: list[Sent] = []
+    works = price.message_work or price.byte_work
     for number, bucket in enumerate(full):
         lane = number % lanes
-        ready = held_up(began + bucket.ready * backward, sent)
+        ready = began + bucket.ready * backward
+        if works:
+            ready = held_up(ready, sent)
         start = max(ready, free[lane], wire_free)
         work = price.work(bucket.nbytes)
         wire_free = start + max(price.seconds_per_byte * bucket.nbytes, work)
@@ -118,11 +116,14 @@ def step(
     lanes: int = 1,
     overlap: bool = True,
     input_seconds: float = 0.0,
+    sending_share: float = 0.0,
 ) -> Step:
     """A step of so many passes, the last of which sends while it goes back.
 
     `slowest` is how much longer the slowest worker computes, as a share; `input_seconds` what the
-    images of a step take to read and decode, which goes on meanwhile.
+    images of a step take to read and decode, which goes on meanwhile; `sending_share` the share of
+    computing that a collective takes while it is under way (a GPU's multiprocessors that send,
+    wait and add).
     """
     compute = passes * pass_seconds
     backward = (1 - FORWARD) * pass_seconds
@@ -130,7 +131,14 @@ def step(
         full = [Bucket(bucket.nbytes, 1.0) for bucket in full]
     sent = send(full, price, compute - backward, backward, lanes)
     arrived = max((bucket.end for bucket in sent), default=0.0)
-    exposed = max(held_up(compute, sent), arrived) - compute
+    taken = 0.0
+    if sending_share and overlap:
+        under_way = sum(bucket.end - bucket.start for bucket in sent)
+        taken = sending_share * min(under_way, backward)
+    computed = taken + (
+        held_up(compute, sent) if price.message_work or price.byte_work else compute
+    )
+    exposed = max(computed, arrived) - compute
     busy = compute * (1 + slowest) + exposed
     waiting = max(0.0, input_seconds - busy)
     return Step(
@@ -144,72 +152,17 @@ def step(
     )
 
 
-@cache
-def expected_maximum(count: int) -> float:
-    """Of so many standard normal numbers (Blom 1958)."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
-
-
-def pass_seconds(machine: Machine, workload: Workload, images: int) -> float:
-    """What one worker alone needs for a forward and backward pass and its part of the update.
-
-    Between two measured sizes a straight line, which goes on below the smallest (a fixed cost and a
-    cost an image); above the largest its images/s stay. One size alone stands for all. A model that
-    was not measured pays the fixed cost of one that was, and its cost an image by multiply-adds.
-    """
-    model, rows = _rows(machine, workload.name)
-    times = {row.micro: _alone(row, machine) for row in rows}
-    if model == workload.name:
-        return _line(times, images)
-    scale = workload.multiply_adds / usual(model).multiply_adds
-    if len(times) == 1:
-        return scale * _line(times, images)
-    fixed = max(0.0, _line(times, 0))
-    return fixed + scale * (_line(times, max(times)) - fixed) / max(times) * images
-
-
-def unmeasured(machine: Machine, workload: Workload) -> Iterator[str]:
-    """What had to be carried over from another model or size, in words."""
-    model, rows = _rows(machine, workload.name)
-    if model != workload.name:
-        yield (
-            f"{workload.name} was not measured on {machine.name}: its speed is {model}'s by "
-            f"multiply-adds"
-        )
-    if len({row.micro for row in rows}) == 1:
-        size = rows[0].micro
-        yield f"{model} was measured at {size} images only: other sizes count as equally fast"
-
-
-def _rows(machine: Machine, model: str) -> tuple[str, list[Rate]]:
-    """The rates of a model, by size; of another one if there are none."""
-    if not machine.rates:
-        raise UserError(
-            f"{machine.name} has no images/s of any model: megabatch bench step adds them"
-        )
-    if all(row.model != model for row in machine.rates):
-        model = machine.rates[-1].model
-    # of two rows of one size, that of fewer workers comes last and stays
-    rows = sorted(
-        (row for row in machine.rates if row.model == model),
-        key=lambda row: (row.micro, -row.workers),
-    )
-    return model, rows
-
-
-def _alone(row: Rate, machine: Machine) -> float:
-    """A row measured on several workers holds their waiting for the slowest."""
-    return row.micro / row.images_per_second / (1 + machine.jitter * expected_maximum(row.workers))
-
-
-def _line(times: dict[int, float], images: int) -> float:
-    sizes = list(times)
-    if len(sizes) == 1:
-        return times[sizes[0]] * images / sizes[0]
-    if images > sizes[-1]:
-        return times[sizes[-1]] * images / sizes[-1]
-    low, high = next(pair for pair in pairwise(sizes) if images <= pair[1])
-    slope = (times[high] - times[low]) / (high - low)
-    found = times[low] + slope * (images - low)
-    # noise must not make a small pass free: it is never faster an image than the nearest rows
-    return max(found, min(times[size] * images / size for size in (low, high)))
+def arrival(
+    full: Sequence[Bucket], price: Price, began: float, backward: float, lanes: int
+) -> tuple[float, float]:
+    """When the last bucket of `send` is there and how long all were under way, without the list;
+    for prices without work."""
+    free, wire_free, last = [0.0] * lanes, 0.0, 0.0
+    latency, pace, lane, busy = price.latency, price.seconds_per_byte, 0, 0.0
+    for nbytes, ready in full:
+        start = max(began + ready * backward, free[lane], wire_free)
+        wire_free = start + pace * nbytes
+        busy += pace * nbytes + latency
+        last = free[lane] = wire_free + latency
+        lane = lane + 1 if lane + 1 < lanes else 0
+    return max(last, *free), busy

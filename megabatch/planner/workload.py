@@ -1,32 +1,24 @@
 """A workload: a model's layers with the sizes of their tensors and their work, in forward order.
 
-The bundled models are written here by formula, without torch (a test holds them to the real ones);
-anyone's own model comes as the JSON that `megabatch.bench.step.describe` makes of a module.
+The bundled models come by formula (nets.py); anyone's own comes as the JSON that
+`megabatch.bench.describe` makes of a module.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megabatch.config import Config
-from megabatch.errors import UserError
+from megabatch.errors import UserError, nearest
+from megabatch.planner.nets import BUILDERS, Layer
 
 IMAGENET = 1_281_167
 IMAGENET_VALIDATION = 50_000
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Parameters as the number of elements of each tensor; multiply-adds of one image's forward
-    pass."""
-
-    name: str
-    parameters: tuple[int, ...]
-    multiply_adds: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,14 +26,19 @@ class Workload:
     name: str
     layers: tuple[Layer, ...]
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(sum(layer.parameters) for layer in self.layers)
 
-    @property
+    @cached_property
     def multiply_adds(self) -> int:
         """Of the forward pass, for one image."""
         return sum(layer.multiply_adds for layer in self.layers)
+
+    @cached_property
+    def outputs(self) -> int:
+        """Elements that the layers put out for one image."""
+        return sum(layer.outputs for layer in self.layers)
 
     def gradients(self) -> Iterator[tuple[int, float]]:
         """Elements of each gradient in the order backward makes them, and the share of backward
@@ -58,20 +55,49 @@ class Workload:
 
 def from_json(text: str) -> Workload:
     said = json.loads(text)
-    layers = (
-        Layer(row["name"], tuple(row["parameters"]), row["multiply_adds"]) for row in said["layers"]
+    if not isinstance(said, dict) or not isinstance(said.get("layers"), list):
+        raise ValueError("it has no list of layers")
+    layers = tuple(_layer(number, row) for number, row in enumerate(said["layers"], 1))
+    if not any(layer.parameters for layer in layers):
+        raise ValueError("none of its layers has parameters")
+    return Workload(str(said.get("name", "model")), layers)
+
+
+def _layer(number: int, row: Any) -> Layer:
+    if not isinstance(row, dict):
+        raise ValueError(f"its layer {number} is {row!r}, not an object")
+
+    def count(value: Any, key: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{key} of its layer {number} is {value!r}, not a number from 0 on")
+        return value
+
+    sizes = row.get("parameters")
+    if not isinstance(sizes, list):
+        raise ValueError(f"its layer {number} has no list of parameters")
+    return Layer(
+        str(row.get("name", number)),
+        tuple(count(size, "a tensor") for size in sizes),
+        count(row.get("multiply_adds", 0), "multiply_adds"),
+        count(row.get("outputs", 0), "outputs"),
     )
-    return Workload(said["name"], tuple(layers))
 
 
-def load(path: str) -> Workload:
-    """The JSON of someone's own model."""
+def load(name: str) -> Workload:
+    """A bundled model by its name, or the JSON of someone's own."""
+    if name in BUILDERS:
+        return usual(name)
+    if not name.endswith(".json"):
+        raise UserError(
+            f"there is no model {name!r}: {nearest(name, BUILDERS)} (or give the JSON that "
+            f"megabatch bench step --export writes)"
+        )
     try:
-        return from_json(Path(path).read_text())
+        return from_json(Path(name).read_text())
     except OSError as error:
-        raise UserError(f"the model {path} cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} does not describe a model: {error!r}") from None
+        raise UserError(f"the model {name} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{name} does not describe a model: {error}") from None
 
 
 class Images(NamedTuple):
@@ -98,148 +124,28 @@ def workload_of(config: Config) -> Workload:
     return bundled(config.model, config.data.size, config.data.channels, images_of(config).classes)
 
 
+@cache
 def bundled(name: str, size: int = 224, channels: int = 3, classes: int = 1000) -> Workload:
     """A bundled model for images of so many pixels a side."""
-    if name not in _BUILDERS:
+    if name not in BUILDERS:
         raise UserError(
             f"the planner does not know the layers of {name!r}: give --workload the JSON that "
             f"megabatch bench step --export writes"
         )
-    return Workload(name, tuple(_BUILDERS[name](size, channels, classes)))
+    return Workload(name, tuple(BUILDERS[name](size, channels, classes)))
 
 
 def made_for(name: str) -> tuple[int, int, int]:
     """Side and channels of the images that a bundled model was made for, and classes."""
     if name.startswith("small"):
         return (8, 1, 10) if name == "small" else (32, 3, 10)
-    return 227 if name.startswith("alexnet") else 224, 3, 1000
+    sides = {"efficientnet_b4": 380}
+    return 227 if name.startswith("alexnet") else sides.get(name, 224), 3, 1000
 
 
 def usual(name: str) -> Workload:
     """A bundled model on the images it was made for: what a machine's rates are of."""
     return bundled(name, *made_for(name))
-
-
-# --- layers by formula -------------------------------------------------------------------------
-
-
-def _convolution(
-    name: str,
-    inputs: int,
-    outputs: int,
-    kernel: int,
-    side: int,
-    groups: int = 1,
-    bias: bool = False,
-) -> Layer:
-    """`side` is that of the layer's output."""
-    weights = outputs * inputs // groups * kernel * kernel
-    return Layer(name, (weights, outputs) if bias else (weights,), weights * side * side)
-
-
-def _norm(name: str, width: int) -> Layer:
-    return Layer(name, (width, width))
-
-
-def _linear(name: str, inputs: int, outputs: int) -> Layer:
-    return Layer(name, (inputs * outputs, outputs), inputs * outputs)
-
-
-def _halved(side: int) -> int:
-    """The side after a padded convolution or pool of stride 2."""
-    return (side + 1) // 2
-
-
-def _block(
-    name: str, inputs: int, width: int, stride: int, side: int, bottleneck: bool
-) -> Iterator[Layer]:
-    after = _halved(side) if stride == 2 else side
-    outputs = 4 * width if bottleneck else width
-    if bottleneck:
-        kernels = [(inputs, width, 1, side), (width, width, 3, after), (width, outputs, 1, after)]
-    else:
-        kernels = [(inputs, width, 3, after), (width, width, 3, after)]
-    for number, (before, behind, kernel, out) in enumerate(kernels, 1):
-        yield _convolution(f"{name}.conv{number}", before, behind, kernel, out)
-        yield _norm(f"{name}.bn{number}", behind)
-    if stride != 1 or inputs != outputs:
-        yield _convolution(f"{name}.downsample.0", inputs, outputs, 1, after)
-        yield _norm(f"{name}.downsample.1", outputs)
-
-
-def _stages(
-    depths: tuple[int, ...], inputs: int, width: int, side: int, bottleneck: bool
-) -> Iterator[Layer]:
-    for stage, depth in enumerate(depths, 1):
-        for index in range(depth):
-            stride = 2 if stage > 1 and index == 0 else 1
-            name = f"layer{stage}.{index}"
-            yield from _block(name, inputs, width, stride, side, bottleneck)
-            side = _halved(side) if stride == 2 else side
-            inputs = 4 * width if bottleneck else width
-        width *= 2
-
-
-def _resnet(depths: tuple[int, ...], bottleneck: bool) -> Callable[..., Iterator[Layer]]:
-    def layers(size: int, channels: int, classes: int) -> Iterator[Layer]:
-        side = _halved(size)
-        yield _convolution("conv1", channels, 64, 7, side)
-        yield _norm("bn1", 64)
-        yield from _stages(depths, 64, 64, _halved(side), bottleneck)
-        yield _linear("fc", 2048 if bottleneck else 512, classes)
-
-    return layers
-
-
-def _small(blocks: int) -> Callable[..., Iterator[Layer]]:
-    def layers(size: int, channels: int, classes: int) -> Iterator[Layer]:
-        yield _convolution("conv1", channels, 16, 3, size)
-        yield _norm("bn1", 16)
-        yield from _stages((blocks,) * 3, 16, 16, size, bottleneck=False)
-        yield _linear("fc", 64, classes)
-
-    return layers
-
-
-def _alexnet(norms: dict[str, int]) -> Callable[..., Iterator[Layer]]:
-    """`norms`: batch norms with gamma and beta, by the layer they follow."""
-
-    def layers(size: int, channels: int, classes: int) -> Iterator[Layer]:
-        yield _convolution("conv1", channels, 96, 11, 55, bias=True)
-        yield from _after("conv1")
-        yield _convolution("conv2", 96, 256, 5, 27, groups=2, bias=True)
-        yield from _after("conv2")
-        yield _convolution("conv3", 256, 384, 3, 13, bias=True)
-        yield from _after("conv3")
-        yield _convolution("conv4", 384, 384, 3, 13, groups=2, bias=True)
-        yield from _after("conv4")
-        yield _convolution("conv5", 384, 256, 3, 13, groups=2, bias=True)
-        yield from _after("conv5")
-        yield _linear("fc6", 256 * 6 * 6, 4096)
-        yield _linear("fc7", 4096, 4096)
-        yield _linear("fc8", 4096, classes)
-
-    def _after(name: str) -> Iterator[Layer]:
-        if name in norms:
-            yield _norm(f"norm{name[-1]}", norms[name])
-
-    return layers
-
-
-_POOL5 = {"conv1": 96, "conv2": 256, "conv3": 384, "conv4": 384, "conv5": 256}
-
-_BUILDERS: dict[str, Callable[..., Iterator[Layer]]] = {
-    "alexnet": _alexnet({}),
-    "alexnet_bn": _alexnet({}),  # its batch norms have neither gamma nor beta
-    "alexnet_bn_pool5": _alexnet(_POOL5),
-    "resnet18": _resnet((2, 2, 2, 2), bottleneck=False),
-    "resnet34": _resnet((3, 4, 6, 3), bottleneck=False),
-    "resnet50": _resnet((3, 4, 6, 3), bottleneck=True),
-    "resnet101": _resnet((3, 4, 23, 3), bottleneck=True),
-    "resnet152": _resnet((3, 8, 36, 3), bottleneck=True),
-    "small": _small(1),
-    "small20": _small(3),
-}
 
 
 def bert_large(sequence: int = 128) -> Workload:

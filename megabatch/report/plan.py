@@ -1,142 +1,143 @@
-"""The plan as a page: scaling curves, and the step's two timelines, for each number of GPUs.
+"""The plan as a page: what each number of GPUs takes and costs, and one step's two timelines.
 
-plotly's script is put into the page, so that it is one file and works offline.
+The timelines are of the steps that the cards tell of, stage by stage.
 """
 
 from __future__ import annotations
 
-import html
-from typing import Any
+from collections.abc import Iterator
 
-from megabatch.errors import UserError
 from megabatch.planner.run import Forecast
+from megabatch.planner.step import Step
+from megabatch.report.bars import Piece, bar, key
+from megabatch.report.look import Section, colour, page, text
+from megabatch.report.numbers import duration
+from megabatch.report.plain import fastest, folded
 
-COMPUTE, BACKWARD, WIRE, EXPOSED, SLOWEST = "#4c78a8", "#72b7b2", "#f58518", "#e45756", "#b0b0b0"
+COLOURS = {
+    "until backward": "compute",
+    "backward": "c2",
+    "exposed communication": "bad",
+    "slowest worker": "c7",
+    "input": "input",
+    "bucket on the wire": "wire",
+}
 
 
-def page(title: str, found: list[Forecast]) -> str:
+def plan_page(title: str, found: list[Forecast], said: list[str]) -> str:
     """HTML of the forecasts of one recipe on one machine."""
-    try:
-        import plotly.graph_objects as go
-        import plotly.io as pio
-    except ImportError:
-        raise UserError("--html needs plotly: pip install megabatch[report]") from None
-    machine = found[0].machine
-    figures = [_scaling(go, found), *(_timeline(go, forecast) for forecast in _fastest(found))]
-    parts = [
-        pio.to_html(figure, full_html=False, include_plotlyjs=index == 0)
-        for index, figure in enumerate(figures)
+    best = fastest(found)
+    advice = "".join(f'<p class="faults">{text(one)}</p>' for one in dict.fromkeys(said))
+    sections = [
+        Section("Time and cost", _cards(best) + advice),
+        Section("Where nine of ten runs should end", "".join(_times(best))),
+        Section(
+            "Efficiency",
+            "".join(_efficiencies(found)),
+            "Of the images/s that as many single nodes would have: the fastest setting, and others "
+            "where they are slower by more than a per cent.",
+        ),
+        Section("One step", key(COLOURS) + "".join(_steps(best))),
     ]
-    heading = html.escape(f"{title} on {machine}")
-    notes = "".join(
-        f"<p>{html.escape(note)}</p>"
-        for note in dict.fromkeys(note for forecast in found for note in forecast.notes)
-    )
+    notes = dict.fromkeys(note for forecast in found for note in forecast.notes)
+    if notes:
+        body = "".join(f'<p class="soft">{text(note)}</p>' for note in notes)
+        sections.append(Section("What was not measured", body))
+    return page(f"{title} on {found[0].machine}", sections)
+
+
+def _cards(best: list[Forecast]) -> str:
+    return f'<div class="cards">{"".join(map(_card, range(len(best)), best))}</div>'
+
+
+def _card(number: int, f: Forecast) -> str:
+    low, high = f.interval
+    steps = " and ".join(f"{1e3 * step.seconds:,.2f}" for _, _, step in f.stages)
+    facts = [
+        f"{duration(low)} to {duration(high)}",
+        f"{f.images_per_second:,.0f} images/s",
+        f"efficiency {f.efficiency:.1%}",
+        f"steps of {steps} ms",
+        f"{f.gpu_hours:,.1f} GPU hours",
+        *([] if f.dollars is None else [f"${f.dollars:,.2f}"]),
+        *([] if f.kwh is None else [f"{f.kwh:,.1f} kWh"]),
+        f"{f.setting.plan}, {f.setting.grid[0]} x {f.setting.grid[1]}",
+        f"limit: {f.limit}",
+    ]
+    body = "<br>".join(text(fact) for fact in facts)
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title>'
-        "<style>body{font:16px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;"
-        "padding:0 1em}table{border-collapse:collapse}"
-        "td,th{padding:.2em .7em;text-align:right;white-space:nowrap}</style></head>"
-        f"<body><h1>{heading}</h1>{_table(found)}{notes}{''.join(parts)}</body></html>\n"
+        f'<div class="card" style="--c:{colour(number)}"><div class="name">{f.gpus:,} GPUs</div>'
+        f'<b>{text(duration(f.seconds_to_target))}</b><div class="soft">{body}</div></div>'
     )
 
 
-def _fastest(found: list[Forecast]) -> list[Forecast]:
-    best: dict[int, Forecast] = {}
-    for forecast in found:
-        other = best.setdefault(forecast.gpus, forecast)
-        if forecast.seconds_to_target < other.seconds_to_target:
-            best[forecast.gpus] = forecast
-    return list(best.values())
-
-
-def _table(found: list[Forecast]) -> str:
-    heads = ("GPUs", "plan", "grid", "bucket MB", "step ms", "exposed ms", "efficiency",
-             "images/s", "seconds", "limit")  # fmt: skip
-    rows = [
-        (
-            f"{f.gpus:,}",
-            f.setting.plan,
-            f"{f.setting.grid[0]} x {f.setting.grid[1]}",
-            f"{f.setting.bucket_mb:g}",
-            f"{1e3 * f.step_seconds:.2f}",
-            f"{1e3 * f.exposed_seconds:.2f}",
-            f"{f.efficiency:.1%}",
-            f"{f.images_per_second:,.0f}",
-            f"{f.seconds_to_target:,.1f}",
-            f.limit,
+def _times(best: list[Forecast]) -> Iterator[str]:
+    longest = max(forecast.interval[1] for forecast in best)
+    for forecast in best:
+        low, high = forecast.interval
+        words = f"{duration(low)} to {duration(high)}"
+        took = forecast.seconds_to_target
+        yield bar(
+            f"{forecast.gpus:,} GPUs",
+            f"{duration(took)} ({words})",
+            [Piece(0.0, took / longest, "compute", duration(took))],
+            [Piece(low / longest, high / longest, "ink", words)],
         )
-        for f in _fastest(found)
-    ]
-    head = "".join(f"<th>{word}</th>" for word in heads)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def _scaling(go: Any, found: list[Forecast]) -> Any:
-    figure = go.Figure()
-    for plan in dict.fromkeys(forecast.setting.plan for forecast in found):
-        line = [forecast for forecast in found if forecast.setting.plan == plan]
-        figure.add_scatter(
-            x=[forecast.gpus for forecast in line],
-            y=[forecast.efficiency for forecast in line],
-            name=plan,
-            mode="lines+markers",
-            text=[
-                f"{f.setting.grid[0]} x {f.setting.grid[1]}, {f.setting.bucket_mb:g} MB, "
-                f"{f.seconds_to_target:,.1f} s"
-                for f in line
-            ],
+def _efficiencies(found: list[Forecast]) -> Iterator[str]:
+    for group in folded(found):
+        first = group[0]
+        others = f" and {len(group) - 1} alike" if len(group) > 1 else ""
+        yield bar(
+            f"{first.gpus:,} GPUs, {first.setting.plan}{others}",
+            f"{first.efficiency:.1%}",
+            [Piece(0.0, min(1.0, first.efficiency), "c2")],
         )
-    sizes = sorted({forecast.gpus for forecast in found})
-    figure.update_xaxes(
-        title="GPUs", type="log", tickvals=sizes, ticktext=[f"{size:,}" for size in sizes]
-    )
-    figure.update_yaxes(title="efficiency", tickformat=".0%", rangemode="tozero")
-    figure.update_layout(title="Efficiency by number of GPUs and plan", template="plotly_white")
-    return figure
 
 
-def _timeline(go: Any, forecast: Forecast) -> Any:
+def _steps(best: list[Forecast]) -> Iterator[str]:
+    for forecast in best:
+        for number, (batch, steps, step) in enumerate(forecast.stages, 1):
+            stage = f", stage {number} of {len(forecast.stages)}" * (len(forecast.stages) > 1)
+            setting = forecast.setting
+            words = (
+                f"{forecast.gpus:,} GPUs, batch {batch:,}{stage}: {steps:,} steps of "
+                f"{1e3 * step.seconds:,.2f} ms; {setting.plan}, {setting.grid[0]} x "
+                f"{setting.grid[1]}, buckets of {setting.bucket_mb:g} MB in {setting.wire}"
+            )
+            yield f"<h3>{text(words)}</h3>{''.join(_timeline(step))}"
+
+
+def _timeline(step: Step) -> Iterator[str]:
     """Backward above, the wire below; the slowest worker's lateness after the last bucket."""
-    step = forecast.step
     backward_end = step.forward_seconds + step.backward_seconds
     arrived = backward_end + step.exposed_seconds
-    bars = [
-        ("worker", "until backward", 0.0, step.forward_seconds, COMPUTE),
-        ("worker", "backward", step.forward_seconds, backward_end, BACKWARD),
-        ("worker", "exposed communication", backward_end, arrived, EXPOSED),
-        ("worker", "slowest worker", arrived, arrived + step.jitter_seconds, SLOWEST),
-        ("worker", "input", arrived + step.jitter_seconds, step.seconds, "#54a24b"),
-    ]
-    bars += [
-        ("wire", f"bucket {number}, {sent.nbytes / 1e6:.2f} MB", sent.start, sent.end, WIRE)
-        for number, sent in enumerate(step.sent)
-    ]
-    figure = go.Figure()
-    for row, name, start, end, color in bars:
-        if end <= start:
-            continue
-        figure.add_bar(
-            y=[row],
-            x=[1e3 * (end - start)],
-            base=[1e3 * start],
-            name=name,
-            orientation="h",
-            marker={"color": color, "line": {"color": "white", "width": 0.5}},
-            hovertemplate=f"{name}<br>{1e3 * start:.3f} to {1e3 * end:.3f} ms<extra></extra>",
-            showlegend=row == "worker",
-        )
-    setting = forecast.setting
-    figure.update_layout(
-        title=f"One step on {forecast.gpus:,} GPUs: {setting.plan}, "
-        f"{setting.grid[0]} x {setting.grid[1]}, buckets of {setting.bucket_mb:g} MB",
-        barmode="overlay",
-        template="plotly_white",
-        height=280,
+    late = arrived + step.jitter_seconds
+    spans = (
+        ("until backward", 0.0, step.forward_seconds),
+        ("backward", step.forward_seconds, backward_end),
+        ("exposed communication", backward_end, arrived),
+        ("slowest worker", arrived, late),
+        ("input", late, step.seconds),
     )
-    figure.update_xaxes(title="ms")
-    figure.update_yaxes(categoryorder="array", categoryarray=["wire", "worker"])
-    return figure
+    whole = step.seconds
+
+    def piece(name: str, start: float, end: float, words: str) -> Piece:
+        times = f"{words}: {1e3 * start:.3f} to {1e3 * end:.3f} ms"
+        return Piece(start / whole, end / whole, COLOURS[name], times)
+
+    computed = [piece(name, start, end, name) for name, start, end in spans]
+    yield bar("worker", f"{1e3 * whole:,.2f} ms", computed)
+    if step.sent:
+        sent = [
+            piece(
+                "bucket on the wire",
+                one.start,
+                min(one.end, whole),
+                f"bucket {number}, {one.nbytes / 1e6:.2f} MB",
+            )
+            for number, one in enumerate(step.sent, 1)
+        ]
+        total = sum(one.nbytes for one in step.sent) / 1e6
+        yield bar("wire", f"{len(sent)} buckets, {total:.1f} MB", sent)

@@ -1,4 +1,4 @@
-"""megabatch plan RECIPE --machine M --gpus N,N: step time, efficiency and time before the run.
+"""megabatch plan RECIPE --machine M --gpus N,N: step time, efficiency, time and money beforehand.
 
 `megabatch plan published` replays published results, `megabatch plan today` prints the table of
 docs/todays-gpus.md. No torch: it answers in under a second.
@@ -7,7 +7,6 @@ docs/todays-gpus.md. No torch: it answers in under a second.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,14 @@ from typing import Any
 from megabatch import recipes
 from megabatch.config import Config
 from megabatch.errors import DONE, UserError
-from megabatch.planner import published, today, workload
-from megabatch.planner.bundled import MACHINES
-from megabatch.planner.machine import load
+from megabatch.planner import published, workload
+from megabatch.planner.bundled import MACHINES, load
+from megabatch.planner.machine import Machine
+from megabatch.planner.nets import BUILDERS
 from megabatch.planner.run import Forecast, Job
-from megabatch.planner.search import Comparison, candidates, compare, smallest, wire_of
+from megabatch.planner.search import Comparison, advice, candidates, compare, enough, wire_of
+from megabatch.report import tables
+from megabatch.report.plain import fastest, text
 from megabatch.verbs.parsing import parse
 
 
@@ -42,13 +44,17 @@ class PlanFlags:
     compare: Comparison = "plans"
     """what the rows of the table are"""
     target_seconds: float | None = None
-    """find the fewest nodes that end the run within so many seconds"""
+    """find the fewest and the cheapest nodes that end the run within so many seconds"""
     batch: int | None = None
     """another global batch; the stages keep their multiples of it"""
     epochs: float | None = None
     """another length of the run"""
     workload: str | None = None
-    """JSON of a model of your own, from megabatch bench step --export"""
+    """another model: vgg16, vit_b_16, ... or the JSON that megabatch bench step --export writes"""
+    price: float | None = None
+    """dollars for a GPU and an hour (None: as the machine says)"""
+    watts: float | None = None
+    """of a GPU with its share of the node (None: as the machine says)"""
     html: str | None = None
     """write timelines and scaling curves to this page"""
     json: bool = False
@@ -68,109 +74,106 @@ def run(arguments: list[str]) -> int:
         known = ", ".join(recipes.RECIPES)
         raise UserError(f"plan needs a recipe: one of {known}, a config.json, published or today")
     if arguments == ["today"]:
-        print(today.table())
+        print(tables.today())
         return DONE
     if arguments[0] == "published":
         return _published(parse(PublishedFlags, "plan published", arguments[1:]))
     flags = parse(PlanFlags, f"plan {arguments[0]}", arguments[1:])
-    config = recipes.named(arguments[0], flags.epochs, flags.batch)
-    model = workload.load(flags.workload) if flags.workload else workload.workload_of(config)
-    found = _found(config, model, flags)
+    config = _config(arguments[0], flags.epochs, flags.batch)
+    model = (
+        workload.load(flags.workload)
+        if flags.workload is not None
+        else workload.workload_of(config)
+    )
+    machine = _machine(flags)
+    if flags.target_seconds is not None:
+        found, said = _in_time(config, machine, model, flags, flags.target_seconds)
+    else:
+        found, said = _compared(config, machine, model, flags)
+    print(text(found, f"{config.name}, {model.name} on {machine.name}", flags.compare, said))
     result: dict[str, Any] = {
         "recipe": config.name,
         "machine": flags.machine,
         "rows": [forecast.row() for forecast in found],
-        "best": [forecast.row() for forecast in _fastest(found)],
+        "best": [forecast.row() for forecast in fastest(found)],
+        "advice": said,
     }
-    _show(found, f"megabatch plan {config.name}, {flags.machine}")
     if flags.html:
-        from megabatch.report.plan import page
+        from megabatch.report.plan import plan_page
 
-        Path(flags.html).write_text(page(config.name, found))
+        try:
+            Path(flags.html).write_text(plan_page(config.name, found, said))
+        except OSError as error:
+            raise UserError(f"{flags.html} cannot be written: {error.strerror}") from None
         result["html"] = flags.html
     if flags.json:
         print(json.dumps(result), flush=True)
     return DONE
 
 
-def _found(config: Config, model: workload.Workload, flags: PlanFlags) -> list[Forecast]:
+def _config(name: str, epochs: float | None, batch: int | None) -> Config:
+    if epochs is not None and not 0 < epochs < float("inf"):
+        raise UserError(f"--epochs is {epochs:g}; give a length above 0")
+    if batch is not None and batch < 1:
+        raise UserError(f"--batch is {batch}; give at least 1 image")
+    return recipes.named(name, epochs, batch)
+
+
+def _machine(flags: PlanFlags) -> Machine:
     machine = load(flags.machine)
     if flags.micro is not None:
         if flags.micro < 1:
             raise UserError(f"--micro is {flags.micro}; a pass has at least 1 image")
         machine = replace(machine, largest_micro=flags.micro)
+    for flag, value in (("--price", flags.price), ("--watts", flags.watts)):
+        if value is not None and not 0 <= value < float("inf"):
+            raise UserError(f"{flag} is {value:g}; give a number from 0 on")
+    if flags.price is not None:
+        machine = replace(machine, price_per_gpu_hour=flags.price)
+    if flags.watts is not None:
+        machine = replace(machine, watts_per_gpu=flags.watts)
+    return machine
+
+
+def _in_time(
+    config: Config, machine: Machine, model: workload.Workload, flags: PlanFlags, seconds: float
+) -> tuple[list[Forecast], list[str]]:
+    found = enough(config, machine, seconds, wire=flags.wire, workload=model)
+    if found.cheapest.gpus == found.fewest.gpus:
+        return [found.fewest], [f"{found.fewest.gpus:,} GPUs are the fewest and the cheapest"]
+    said = [f"{found.fewest.gpus:,} GPUs are the fewest, {found.cheapest.gpus:,} the cheapest"]
+    return [found.fewest, found.cheapest], said
+
+
+def _compared(
+    config: Config, machine: Machine, model: workload.Workload, flags: PlanFlags
+) -> tuple[list[Forecast], list[str]]:
+    """The forecasts and what is to be said about the numbers of GPUs."""
     wire = flags.wire or wire_of(config)
-    if flags.target_seconds is not None:
-        return [smallest(config, machine, flags.target_seconds, wire=wire, workload=model)]
-    found = []
+    found: list[Forecast] = []
+    said: list[str] = []
     for gpus in _numbers(flags.gpus):
         job = Job.of(config, machine, gpus, model)
-        settings = list(
-            candidates(gpus, plan=flags.plan, grid=flags.grid, bucket_mb=flags.bucket_mb, wire=wire)
+        choices = candidates(
+            gpus, plan=flags.plan, grid=flags.grid, bucket_mb=flags.bucket_mb, wire=wire
         )
-        found += compare(job, flags.compare, settings)
-    return found
+        here = compare(job, flags.compare, choices)
+        found += here
+        if flags.plan is None and flags.grid is None and flags.compare == "plans":
+            said += advice(job, fastest(here)[0], wire)
+    return found, said
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(words: str) -> list[int]:
     try:
-        return [int(word) for word in text.split(",")]
+        return list(dict.fromkeys(int(word) for word in words.split(",")))
     except ValueError:
-        raise UserError(f"--gpus is {text!r}: give numbers with commas, 64,256 say") from None
-
-
-def _fastest(found: list[Forecast]) -> list[Forecast]:
-    sizes = dict.fromkeys(forecast.gpus for forecast in found)
-    return [
-        min((f for f in found if f.gpus == size), key=lambda f: f.seconds_to_target)
-        for size in sizes
-    ]
-
-
-def _show(found: list[Forecast], title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    heads = ("GPUs", "plan", "grid", "bucket MB", "wire", "micro", "step ms", "exposed ms",
-             "efficiency", "images/s", "time", "from", "to", "GPU hours", "limit")  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("plan", "wire", "limit") else "right")
-    best = {id(forecast) for forecast in _fastest(found)}
-    for forecast in found:
-        setting = forecast.setting
-        table.add_row(
-            f"{forecast.gpus:,}",
-            setting.plan,
-            f"{setting.grid[0]} x {setting.grid[1]}",
-            f"{setting.bucket_mb:g}",
-            setting.wire,
-            str(forecast.micro),
-            f"{1e3 * forecast.step_seconds:.2f}",
-            f"{1e3 * forecast.exposed_seconds:.2f}",
-            f"{forecast.efficiency:.1%}",
-            f"{forecast.images_per_second:,.0f}",
-            duration(forecast.seconds_to_target),
-            *(duration(seconds) for seconds in forecast.interval),
-            f"{forecast.gpu_hours:,.1f}",
-            forecast.limit,
-            style="bold" if id(forecast) in best else None,
-        )
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 200)
-    console.print(table)
-    for note in dict.fromkeys(note for forecast in found for note in forecast.notes):
-        console.print(f"note: {note}", highlight=False, soft_wrap=True)
-
-
-def duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+        raise UserError(f"--gpus is {words!r}: give numbers with commas, 64,256 say") from None
 
 
 def _published(flags: PublishedFlags) -> int:
     found = published.rows()
-    print(published.table(found), file=sys.stderr)
+    print(tables.published(found))
     if flags.json:
         rows = [asdict(row) | {"error": row.error, "holds": row.holds} for row in found]
         print(json.dumps({"rows": rows}), flush=True)
@@ -182,5 +185,6 @@ def _help() -> int:
         "usage: megabatch plan RECIPE [OPTIONS]\n       megabatch plan published|today\n\nrecipes:"
     )
     print(f"  {', '.join(recipes.RECIPES)}\n\nmachines:\n  {', '.join(MACHINES)}")
+    print(f"\nmodels (--workload):\n  {', '.join(BUILDERS)}")
     print("\nmegabatch plan RECIPE --help lists the options.")
     return DONE
