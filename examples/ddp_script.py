@@ -8,17 +8,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.cluster import Cluster
-from megabatch.sync.ddp import GradSync
+import megabatch as mb
 
 
 def main() -> None:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    cluster = Cluster.from_env()  # megabatch
+    cluster = mb.Cluster.from_env()  # megabatch
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(cluster.device)
     model = DistributedDataParallel(net)
-    sync = GradSync(cluster, plan="torus", wire="fp16")  # megabatch
+    sync = mb.GradSync(cluster, plan="torus", wire="fp16")  # megabatch
     sync.attach(model)  # megabatch
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

@@ -51,11 +51,12 @@ class SpanBatchNorm(_BatchNorm):
         weight, bias = (t if t is None else t.repeat(groups) for t in (self.weight, self.bias))
         # With momentum 1 the "moving averages" that the call updates are the batch's own
         # statistics.
-        out = nn.functional.batch_norm(folded, mean, var, weight, bias, True, 1.0, self.eps)
+        out: Tensor = nn.functional.batch_norm(folded, mean, var, weight, bias, True, 1.0, self.eps)
         self.statistics = torch.stack([mean, var]).view(2, groups, -1).mean(1)
         if groups == 1:
             return out
-        return out.unflatten(1, (groups, self.num_features)).transpose(0, 1).flatten(0, 1)
+        by_group: Tensor = out.unflatten(1, (groups, self.num_features))
+        return by_group.transpose(0, 1).flatten(0, 1)
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:

@@ -212,9 +212,9 @@ def with_channels(image: Pixels, channels: int) -> Pixels:
     if image.shape[2] == channels:
         return image
     if channels == 3:
-        return image.repeat(3, axis=2)
-    grey = ((image * _LUMA).sum(2, keepdims=True) + 0x8000) >> 16
-    return grey.astype(numpy.uint8)
+        return numpy.repeat(image, 3, axis=2)
+    grey: Pixels = (((image * _LUMA).sum(2, keepdims=True) + 0x8000) >> 16).astype(numpy.uint8)
+    return grey
 
 
 # --- records -----------------------------------------------------------------------------------

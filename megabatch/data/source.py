@@ -229,7 +229,8 @@ class OwnData(Source):
                 f"width) is wanted: resize the images of the data set, or set data.size and "
                 f"data.channels",
             )
-        return image.detach()
+        found: Tensor = image.detach()
+        return found
 
     def _as_label(self, index: int, label: Any) -> int:
         if isinstance(label, Tensor):

@@ -70,9 +70,9 @@ class Meeting:
             self.store.set(f"decide {key}", pickle.dumps(answer))
         else:
             answer = pickle.loads(self._from_first(f"decide {key}", f"that it waits for {key}"))
-        decision, mistake = answer
-        if mistake is not None:
-            raise UserError(mistake)
+        if answer[1] is not None:
+            raise UserError(answer[1])
+        decision: T = answer[0]
         return decision
 
     def keys(self, name: str) -> Any:
