@@ -30,7 +30,7 @@ CONFIG = Config(
     span=8,
     stages=(Stage(0.5, 112, 0.85), Stage(1, 176)),
     label_smoothing=0.1,
-    data=Data(source="digits", shift=1),
+    data=Data(source="digits", shift=1, val_share=0.2),
     lr=LearningRate(reference=16, warmup=0.3),
     optimizer=OptimizerConfig(weight_decay=1e-4, unadapted_rate=0.1, momentum_correction=True),
     eval_every=0,
@@ -90,23 +90,6 @@ def test_any_number_of_workers_ends_with_the_same_bits(alone, world):
 def test_a_module_with_dropout_too(alone, world):
     summary = on_workers(world, replace(CONFIG, deterministic=True), own_module=True)
     assert summary.weights_sha256 == alone[True].weights_sha256
-
-
-def in_two_teams(config):
-    """Two of three workers train together; the third trains by itself meanwhile."""
-    everyone = Cluster.from_env()
-    teams = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2])]
-    cluster = Cluster.from_env(group=teams[everyone.rank == 2])
-    seeded = replace(config, seed=int(everyone.rank == 2))
-    summary = train(seeded, cluster=cluster, quiet=True)
-    everyone.barrier()
-    return summary
-
-
-def test_some_of_the_workers_train_by_themselves(alone):
-    summary = run_local(3, in_two_teams, replace(CONFIG, deterministic=True))
-    assert summary.world == 2
-    assert summary.weights_sha256 == alone[False].weights_sha256
 
 
 def test_the_seed_changes_the_result_and_is_all_that_does(alone):
