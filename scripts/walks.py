@@ -1,0 +1,216 @@
+"""Makes docs/walks.md: which files an image and a gradient pass, found by tracing a real step.
+
+    python scripts/walks.py           print the page
+    python scripts/walks.py --write   write docs/walks.md
+
+An image walks from a pack to the loss: one worker, one image a step, read by a thread. A gradient
+walks from the hook that sees it first into another worker's sum: two workers and a torus. A file is
+entered when a function of it is called from another file of ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy
+from PIL import Image
+
+import megabatch as mb
+from megabatch.data.jpeg import Encoding
+from megabatch.data.origins import open_origin
+from megabatch.data.packing import pack
+from megabatch.launch import run_local
+
+ROOT = Path(mb.__file__).parent
+PAGE = ROOT.parent / "docs" / "walks.md"
+
+# These are asked for numbers and are handed neither an image nor a gradient: settings, randomness,
+# which image stands where, who is dealt what, which messages a plan has.
+ASKED = ("config/", "schedule.py", "batch.py", "tree.py", "keyed.py", "plans/", "cluster.py")
+ASKED_FUNCTIONS = ("Order.", "autocast", "full_dtype", "threads_of")
+# A net is one place, however often its blocks and norms call each other.
+NET = ("models/", "batchnorm.py")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A function of ours was called, or ended."""
+
+    thread: str
+    file: str
+    function: str
+    ends: bool
+
+
+class Trace:
+    """What happens in this thread and in those begun while it lasts."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __enter__(self) -> Trace:
+        threading.setprofile(self._see)
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+    def _see(self, frame: FrameType, event: str, _: Any) -> None:
+        path = frame.f_code.co_filename
+        if event in ("call", "return") and path.startswith(str(ROOT)):
+            file, function = os.path.relpath(path, ROOT), frame.f_code.co_qualname
+            thread = threading.current_thread().name
+            self.events.append(Event(thread, file, function, event == "return"))
+
+
+def last_call(events: list[Event], function: str, thread: str) -> list[Event]:
+    """The last call of a function, with all that its thread called meanwhile."""
+    calls = [e for e in events if e.thread.startswith(thread) and e.function == function]
+    own = [event for event in events if event.thread == calls[-1].thread]
+    begin = max(i for i, event in enumerate(own) if event.function == function and not event.ends)
+    end = next(i for i in range(begin, len(own)) if own[i].function == function and own[i].ends)
+    return own[begin : end + 1]
+
+
+def entered(events: Iterable[Event]) -> list[tuple[str, str]]:
+    """The calls that enter a file from another: file and function."""
+    stack: list[str] = []
+    found = []
+    for event in events:
+        if event.file.startswith(ASKED) or event.function.startswith(ASKED_FUNCTIONS):
+            continue
+        if event.ends:
+            if stack:
+                stack.pop()
+            continue
+        if not stack or stack[-1] != event.file:
+            found.append((event.file, event.function))
+        stack.append(event.file)
+    return found
+
+
+def without_repeats_in_the_net(calls: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    seen: set[str] = set()
+    kept = []
+    for file, function in calls:
+        if file.startswith(NET) and file in seen:
+            continue
+        seen.add(file)
+        kept.append((file, function))
+    return kept
+
+
+# --- the runs ----------------------------------------------------------------------------------
+
+
+def small_pack(folder: Path) -> str:
+    random = numpy.random.default_rng(0)
+    for part, name, number in itertools.product(("train", "val"), ("a", "b"), (0, 1)):
+        place = folder / "images" / part / name
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = random.integers(0, 255, (80, 80, 3), numpy.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.jpg")
+    out = folder / "images.arrow"
+    pack(open_origin(folder / "images"), "a walk", out, Encoding())
+    return str(out)
+
+
+def config_of(path: str, batch: int, plan: str = "backend") -> mb.Config:
+    data = mb.Data(path=path, size=64, channels=3, flip=True, processes="never", threads=1)
+    return mb.Config(
+        model="resnet18",
+        epochs=1.0,
+        batch=batch,
+        micro=1,
+        span=1,
+        eval_every=0.0,
+        save_every=0.0,
+        plan=plan,
+        data=data,
+        lr=mb.LearningRate(warmup=0.0),
+    )
+
+
+def image_walk(path: str) -> list[tuple[str, str]]:
+    with Trace() as trace:
+        mb.train(config_of(path, batch=1), quiet=True)
+    reading = last_call(trace.events, "ThreadReader._timed", "reader")
+    handing = last_call(trace.events, "Loader._prepare", "MainThread")
+    passing = last_call(trace.events, "_pass", "MainThread")
+    # Where the loss is handed over the image's walk ends and the gradient's begins.
+    over = next(i for i, event in enumerate(passing) if event.file.startswith("sync/"))
+    calls = [*entered(reading), *entered(handing), *entered(passing[:over])]
+    return without_repeats_in_the_net(calls)
+
+
+def traced_worker(path: str) -> list[tuple[str, str]]:
+    """The work of one of two workers: what its hook and a lane did with the last bucket."""
+    cluster = mb.Cluster.from_env(grid=(1, 2), device="cpu")
+    try:
+        with Trace() as trace:
+            mb.train(config_of(path, batch=2, plan="torus"), quiet=True, cluster=cluster)
+    finally:
+        cluster.leave()
+    sending = last_call(trace.events, "GradientSum._collect", "MainThread")
+    lane = last_call(trace.events, "Pipeline._walk", "lane")
+    return [*entered(sending), *entered(lane)]
+
+
+def gradient_walk(path: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = run_local(2, traced_worker, path)
+    return found
+
+
+# --- the page ----------------------------------------------------------------------------------
+
+
+def files_of(walk: list[tuple[str, str]]) -> list[str]:
+    return list(dict.fromkeys(file for file, _ in walk))
+
+
+def page() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = small_pack(Path(folder))
+        image, gradient = image_walk(path), gradient_walk(path)
+    return "\n".join(
+        [
+            "# Two walks through the code",
+            "",
+            "Made by `python scripts/walks.py --write`, which traces a real step; a test makes",
+            "them again. A line is a call that enters a file from another one.",
+            "",
+            *_walk("An image, from the pack to the loss", image),
+            *_walk("A gradient, from its hook into another worker's sum", gradient),
+        ]
+    )
+
+
+def _walk(title: str, walk: list[tuple[str, str]]) -> list[str]:
+    files = files_of(walk)
+    again = len(walk) - len(files)
+    lines = [f"| {n} | `{file}` | `{function}` |" for n, (file, function) in enumerate(walk, 1)]
+    return [
+        f"## {title}",
+        "",
+        f"{len(files)} files, {again} times back in one that was entered before.",
+        "",
+        "| | file | by |",
+        "|---|---|---|",
+        *lines,
+        "",
+    ]
+
+
+if __name__ == "__main__":
+    (PAGE.write_text if "--write" in sys.argv else print)(page())
