@@ -22,10 +22,12 @@ from megabatch.errors import UserError
 from megabatch.planner import forecast, load, machine, published, workload
 from megabatch.planner.bundled import MACHINES
 from megabatch.planner.cost import Line, Price, legs, price
+from megabatch.planner.length import epochs_to_target, stretches
 from megabatch.planner.machine import Machine, Network, Node, Rate, Sending, Spine
 from megabatch.planner.pace import expected_maximum
-from megabatch.planner.run import LANES, PLANNED, Job, Setting, epochs_to_target, stretches
+from megabatch.planner.run import Job
 from megabatch.planner.search import candidates, compare
+from megabatch.planner.settings import LANES, PLANNED, Setting
 from megabatch.planner.step import Bucket, arrival, buckets, held_up, send, step
 from megabatch.plans import HIERARCHICAL, RING, TORUS, through
 from megabatch.report import tables

@@ -13,8 +13,9 @@ from megabatch.planner.cost import least_latency, price
 from megabatch.planner.machine import Machine, Network, Node, Rate, Spine
 from megabatch.planner.pace import pace
 from megabatch.planner.published import imagenet
-from megabatch.planner.run import PLANNED, Job
+from megabatch.planner.run import Job
 from megabatch.planner.search import ROUNDING, advice, candidates, enough
+from megabatch.planner.settings import PLANNED
 from megabatch.planner.workload import usual
 
 GRIDS = [(1, 2), (1, 7), (2, 2), (3, 5), (4, 4), (2, 8), (8, 2), (5, 3), (6, 1), (12, 10), (34, 32)]

@@ -6,8 +6,9 @@ what papers report.
 
 from megabatch.planner.bundled import load
 from megabatch.planner.machine import Machine
-from megabatch.planner.run import Forecast, Setting
+from megabatch.planner.run import Forecast
 from megabatch.planner.search import forecast, smallest
+from megabatch.planner.settings import Setting
 from megabatch.planner.workload import Workload
 
 __all__ = ["Forecast", "Machine", "Setting", "Workload", "forecast", "load", "smallest"]

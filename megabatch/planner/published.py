@@ -14,8 +14,9 @@ from megabatch.config import Config, Data, LearningRate
 from megabatch.planner.bundled import MACHINES
 from megabatch.planner.cost import price
 from megabatch.planner.machine import Machine, Rate
-from megabatch.planner.run import Choices, Forecast, Job, Setting
+from megabatch.planner.run import Forecast, Job
 from megabatch.planner.search import BUCKETS_MB
+from megabatch.planner.settings import Choices, Setting
 from megabatch.planner.step import buckets
 from megabatch.planner.workload import bert_large
 from megabatch.plans import PLANS

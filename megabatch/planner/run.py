@@ -7,36 +7,28 @@ count it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from math import ceil, exp, inf, log, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 from megabatch.config import Config
 from megabatch.errors import UserError
 from megabatch.planner.bundled import load
 from megabatch.planner.cost import FREE, Price, least_latency, price
+from megabatch.planner.doubt import CERTAIN, Doubt, doubts, shifted
+from megabatch.planner.length import epochs_to_target, stretches
 from megabatch.planner.machine import Machine
 from megabatch.planner.pace import (
     Pace,
     expected_maximum,
-    is_measured,
     largest_micro,
     pace,
     unmeasured,
 )
+from megabatch.planner.settings import FLAT, LANES, Choices, Setting
 from megabatch.planner.step import FORWARD, WIRES, Bucket, Step, arrival, buckets, step
 from megabatch.planner.workload import Images, Workload, images_of, workload_of
-from megabatch.plans import PLANS, Plan
 from megabatch.plans.names import plan_of
-
-FLAT = ("ring", "ring:halving_doubling")
-PLANNED: dict[str, Plan] = {
-    name: plan_of(name) for name in (*FLAT, *PLANS, "torus:halving_doubling")
-}
-"""the plans that a search goes through, by name"""
-
-LANES = 3  # of the trainer's engine (execute.py); buckets in them hide each other's latency
 
 # Times that a byte of the gradients goes through a GPU's memory: copied into a bucket (2), added to
 # what arrives (3), copied back (2).
@@ -45,56 +37,6 @@ TOUCHED = 7
 # What 60 MLPerf logs spend beside training steps [found: S8]; docs/planner.md has the ranges.
 EVALUATED = 0.5  # time of an image that is evaluated, in times of one that is trained on
 PAUSE_STEPS = 5  # that go by around an evaluation: pipelines run empty and fill again
-
-# Batch against epochs to 75.9 % of top-1: MLPerf's reference convergence points [found: S9].
-EPOCHS_TO_759 = (
-    (1632, 35.0), (3264, 35.2), (4096, 40.0), (8192, 42.0), (13056, 45.4), (32768, 56.0),
-    (49152, 68.0), (58880, 79.9), (65536, 84.5), (67840, 85.9),
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How gradients are summed: what a search chooses, or a paper did."""
-
-    plan: str
-    grid: tuple[int, int]
-    """rows and columns"""
-    bucket_mb: float
-    wire: str = "fp32"
-    lanes: int = 1
-    overlap: bool = True
-
-
-class Choices(NamedTuple):
-    """The settings that a search may take: plans with their grids, bucket sizes, one wire."""
-
-    shapes: list[tuple[str, tuple[int, int]]]
-    sizes: tuple[float, ...]
-    wire: str
-
-    def settings(self) -> Iterator[Setting]:
-        for plan, grid in self.shapes:
-            for size in self.sizes:
-                yield Setting(plan, grid, size, self.wire, LANES)
-
-
-@dataclass(frozen=True)
-class Doubt:
-    """How many times as large something assumed may be."""
-
-    latency: float = 1.0
-    bandwidth: float = 1.0
-    jitter: float = 1.0
-    curve: float = 1.0
-    """the fixed cost of a pass, where one size was measured"""
-    speed: float = 1.0
-    """of a pass"""
-    rest: float = 1.0
-    """evaluation and pauses"""
-
-
-CERTAIN = Doubt()
 
 
 @dataclass(frozen=True)
@@ -187,7 +129,7 @@ class Job:
         self.machine = machine
         self.pace: Pace = like.pace if like else pace(machine, workload, doubt.curve)
         self.largest: int = like.largest if like else largest_micro(machine, workload)
-        self.wires: Machine = like.wires if like else _shifted(machine, doubt)
+        self.wires: Machine = like.wires if like else shifted(machine, doubt)
         self.epochs = epochs_to_target(config, workload, images)
         self.stretches = [
             Stretch(self, batch, steps)
@@ -447,29 +389,11 @@ class Job:
         are (by squares)."""
         middle = self.seconds(setting)
         less = more = 0.0
-        for low, high in self._doubts():
+        for low, high in doubts(self.machine, self.workload, self.gpus):
             ends = [log(self.if_so(doubt).seconds(setting) / middle) for doubt in (low, high)]
             less += min(0.0, *ends) ** 2
             more += max(0.0, *ends) ** 2
         return middle * exp(-sqrt(less)), middle * exp(sqrt(more))
-
-    def _doubts(self) -> Iterator[tuple[Doubt, Doubt]]:
-        """What is assumed of the machine and the model, at the ends of its range."""
-        machine, workload = self.machine, self.workload
-        yield Doubt(latency=0.5), Doubt(latency=2.0)
-        yield Doubt(jitter=0.5), Doubt(jitter=2.0)
-        yield Doubt(rest=0.3), Doubt(rest=4.0)
-        if machine.network and self.gpus > machine.workers_per_node:
-            less, more = machine.network.range
-            yield Doubt(bandwidth=more), Doubt(bandwidth=less)
-        if not is_measured(machine, workload):
-            spread = machine.generation.spread
-            yield Doubt(curve=1 / spread), Doubt(curve=spread)
-        if all(row.model != workload.name for row in machine.rates):
-            yield Doubt(speed=1 / 1.35), Doubt(speed=1.35)
-        # runs of one machine differ by a few per cent; clusters lose more than is modelled
-        clustered = self.gpus > machine.workers_per_node
-        yield Doubt(speed=0.95), Doubt(speed=1.15 if clustered else 1.06)
 
     def _node_rate(self, setting: Setting, batch: int | None) -> float:
         """Images/s of one worker of a single node."""
@@ -493,53 +417,3 @@ class Job:
         if rest[worst] < 0.1 * parts["computation"]:
             return "computation"
         return worst
-
-
-def _shifted(machine: Machine, doubt: Doubt) -> Machine:
-    """The machine with its links as a doubt has them."""
-    if doubt.latency == doubt.bandwidth == 1.0:
-        return machine
-    slower: dict[str, Any] = {
-        level: replace(link, latency_seconds=link.latency_seconds * doubt.latency)
-        for level in ("node", "network", "spine")
-        if (link := getattr(machine, level)) is not None
-    }
-    if machine.network is not None:
-        flow = machine.network.flow_bytes_per_second
-        slower["network"] = replace(
-            slower["network"],
-            bytes_per_second=machine.network.bytes_per_second * doubt.bandwidth,
-            flow_bytes_per_second=None if flow is None else flow * doubt.bandwidth,
-        )
-    return replace(machine, **slower)
-
-
-def stretches(config: Config, images: int, epochs: float) -> list[tuple[int, int]]:
-    """(batch, steps) of each stage, as the trainer counts them, without walking through the
-    steps."""
-    found, seen = [], 0
-    begins = [stage.epoch for stage in config.all_stages[1:]] + [epochs]
-    for stage, until in zip(config.all_stages, begins, strict=True):
-        count = max(0, ceil((min(until, epochs) * images - seen) / stage.batch))
-        if count:
-            found.append((stage.batch, count))
-            seen += count * stage.batch
-    return found
-
-
-def epochs_to_target(config: Config, workload: Workload, images: Images) -> float:
-    """The config's epochs; fewer if it stops at a top-1 that MLPerf's ResNet-50 runs reach
-    sooner."""
-    target = config.target_accuracy
-    if target is None or workload.name != "resnet50" or images.classes != 1000 or target > 0.759:
-        return config.epochs
-    batch = max(stage.batch for stage in config.all_stages)
-    (low, first), *rest = EPOCHS_TO_759
-    if batch <= low:
-        return min(first, config.epochs)
-    for high, last in rest:
-        if batch <= high:
-            known = first + (last - first) * (batch - low) / (high - low)
-            return min(known, config.epochs)
-        low, first = high, last
-    return config.epochs

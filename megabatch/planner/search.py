@@ -14,7 +14,8 @@ from megabatch.config import Config
 from megabatch.errors import UserError, nearest
 from megabatch.planner.bundled import load
 from megabatch.planner.machine import Machine
-from megabatch.planner.run import PLANNED, Choices, Forecast, Job
+from megabatch.planner.run import Forecast, Job
+from megabatch.planner.settings import PLANNED, Choices
 from megabatch.planner.step import WIRES
 from megabatch.planner.workload import Workload
 from megabatch.plans.names import plan_of
