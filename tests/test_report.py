@@ -14,7 +14,7 @@ from run_folders import evaluation_line, layer_line, made_up, real_run, step_lin
 
 from megabatch.report import charts, numbers
 from megabatch.report.look import Section, page
-from megabatch.report.run import names, report
+from megabatch.report.run import flat, names, report
 from megabatch.runs.record import read
 
 
@@ -124,6 +124,21 @@ def test_only_the_pages_own_script_may_run():
     # The hash of "let a = 1;", made by openssl dgst -sha256 -binary | base64.
     assert "script-src 'sha256-xY6QKfH9PRsQnLz56nj6MBwiK5oHg+im1Jkpdp1x/Ck='" in text
     assert "default-src 'none'" in text
+
+
+def test_settings_are_told_as_a_reader_would(tmp_path):
+    stages = [{"epoch": 1.4000000000000001, "batch": 128, "momentum": None}]
+    config = {
+        "epochs": 6.0,
+        "flip": True,
+        "stages": stages,
+        "data": {"path": "", "sizes": [1, 2.5]},
+    }
+    told = flat(read(made_up(tmp_path / "run", config=config)).config)
+    assert told == {
+        "epochs": "6", "flip": "true", "stages": "epoch 1.4, batch 128", "data.path": "",
+        "data.sizes": "1, 2.5",
+    }  # fmt: skip
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):

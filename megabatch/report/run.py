@@ -358,7 +358,8 @@ def _words(value: Any) -> str:
         )
     if isinstance(value, list):
         return ", ".join(map(_words, value))
-    return json.dumps(value)
+    # 6.0 and 6 are one setting, and 1.4000000000000001 is 1.4 to a reader.
+    return f"{value:.10g}" if isinstance(value, float) else json.dumps(value)
 
 
 def _settings(runs: Sequence[Named]) -> str:
