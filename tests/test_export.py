@@ -1,5 +1,6 @@
 """Leaving with the model: what is exported, and predicted, is what the run evaluates."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -65,25 +66,26 @@ def validation_digits():
 
 
 def as_the_run_sees(run, pixels, averaged):
-    """The reference, by the trainer's own parts: half a batch of logits."""
+    """The reference, by the trainer's own parts: its logits."""
     from megabatch.data.augment import normalise
-    from megabatch.parts import assemble
+    from megabatch.parts import assemble, prepared
 
-    config = mb.Config.from_json((run / "config.json").read_text())
+    config = mb.Config.read(run / "config.json")
     cluster = mb.Cluster.from_env(device="cpu")
     classes = 10 if config.data.path == "" else 2
-    parts = assemble(config, cluster, classes)
-    found = checkpoint.newest(run / "checkpoints")
-    checkpoint.load_weights(found, parts.net)
-    parts.load(checkpoint.load_extra(found))
-    parts.net.eval()
     scale = ((0.5,), (0.25,)) if classes == 10 else ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     images = normalise(pixels, *scale, torch.float32)
-    with torch.no_grad():
+    found = checkpoint.newest(run / "checkpoints")
+    with contextlib.ExitStack() as ending:
+        net = ending.enter_context(prepared(config, cluster, classes))
+        parts = ending.enter_context(assemble(config, cluster, net))
+        checkpoint.load_weights(found, parts.net)
+        parts.load(checkpoint.load_extra(found))
+        parts.net.eval()
         if averaged:
-            with parts.average.in_place():
-                return parts.net(images)
-        return parts.net(images)
+            ending.enter_context(parts.average.in_place())
+        with torch.no_grad():
+            return parts.net(images)
 
 
 def test_digits_as_the_run_sees_them(runs):

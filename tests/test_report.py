@@ -12,9 +12,11 @@ import time
 import pytest
 from run_folders import evaluation_line, layer_line, made_up, real_run, step_line
 
-from megabatch.report import charts, numbers
+from megabatch.report import axes, charts, numbers
 from megabatch.report.look import Section, page
-from megabatch.report.run import names, report
+from megabatch.report.named import names
+from megabatch.report.run import report
+from megabatch.report.settings import flat
 from megabatch.runs.record import read
 
 
@@ -126,6 +128,21 @@ def test_only_the_pages_own_script_may_run():
     assert "default-src 'none'" in text
 
 
+def test_settings_are_told_as_a_reader_would(tmp_path):
+    stages = [{"epoch": 1.4000000000000001, "batch": 128, "momentum": None}]
+    config = {
+        "epochs": 6.0,
+        "flip": True,
+        "stages": stages,
+        "data": {"path": "", "sizes": [1, 2.5]},
+    }
+    told = flat(read(made_up(tmp_path / "run", config=config)).config)
+    assert told == {
+        "epochs": "6", "flip": "true", "stages": "epoch 1.4, batch 128", "data.path": "",
+        "data.sizes": "1, 2.5",
+    }  # fmt: skip
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path):
     folders = [made_up(tmp_path / parent / "run") for parent in ("x", "y")]
     assert names([read(folder) for folder in folders]) == ["x/run", "y/run"]
@@ -213,13 +230,13 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
 
 def test_thinning_keeps_the_mean_the_least_and_the_largest():
     y = [float(n % 10) for n in range(3600)]
-    (xs, ys), low, high = charts.thinned(range(3600), y)
+    (xs, ys), low, high = axes.thinned(range(3600), y)
     assert len(xs) == 360
     assert ys == [4.5] * 360 and low == [0.0] * 360 and high == [9.0] * 360
 
 
 def test_thinning_leaves_short_lines_alone():
-    (xs, ys), low, high = charts.thinned([0, 1, 2], [3.0, math.nan, 5.0])
+    (xs, ys), low, high = axes.thinned([0, 1, 2], [3.0, math.nan, 5.0])
     assert xs == [0, 1, 2] and ys[0] == 3.0 and math.isnan(ys[1]) and ys[2] == 5.0
     assert low[2] == high[2] == 5.0
 
@@ -231,7 +248,7 @@ def test_smoothing_is_the_weighted_mean_of_both_sides():
         weights = [keep**n for n in range(len(numbers))]
         return sum(w * v for w, v in zip(weights, numbers, strict=True)) / sum(weights)
 
-    found = charts.smoothed(values, 3)
+    found = axes.smoothed(values, 3)
     for at, place in enumerate((0, 2, 3)):
         expected = (mean(known[at::-1]) + mean(known[at:])) / 2
         assert found[place] == pytest.approx(expected)
@@ -240,7 +257,7 @@ def test_smoothing_is_the_weighted_mean_of_both_sides():
 
 def test_a_straight_line_stays_straight_but_for_its_ends():
     line = [2.0 * n for n in range(200)]
-    found = charts.smoothed(line, 5)
+    found = axes.smoothed(line, 5)
     assert found[60:140] == pytest.approx(line[60:140], abs=1e-2)
 
 
@@ -255,14 +272,14 @@ def test_stairs_are_never_cut_off():
     (0.9, 0.90001, None),
 ])  # fmt: skip
 def test_ticks_are_round_and_inside(low, high, ticks):
-    found = charts.Axis(low, high).ticks(4)
+    found = axes.Axis(low, high).ticks(4)
     assert len(found) >= 2 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)
     if ticks is not None:
         assert found == pytest.approx(ticks)
 
 
 def test_ticks_of_powers():
-    assert charts.Axis(0.5, 2e4, True).ticks(5) == [1, 10, 100, 1000, 10000]
+    assert axes.Axis(0.5, 2e4, True).ticks(5) == [1, 10, 100, 1000, 10000]
 
 
 def test_a_line_stops_where_there_is_no_number():
@@ -280,7 +297,7 @@ def test_higher_values_are_drawn_higher():
 def test_one_wild_value_does_not_flatten_the_rest():
     values = [1.0 + 0.001 * n for n in range(500)]
     values[250] = 1e30
-    axis = charts.axis_of(values)
+    axis = axes.axis_of(values)
     assert axis.high < 4
 
 

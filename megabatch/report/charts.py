@@ -12,20 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megabatch.report.axes import Axis, axis_of, far_apart, smoothed, thinned
 from megabatch.report.look import colour, text
 from megabatch.report.numbers import short
 
 _WIDE, _HIGH = 1000.0, 1000.0
-_MOST_POINTS = 360
 _SMOOTHED_FROM = 40
 """shorter lines are drawn as they are"""
-_MOST_EPOCHS = 1e6
 _MOST_BARS = 60
 """more than these are drawn without a line between them"""
-_NEAR = 3.0
-"""times the range of nearly all values, within which the rest may widen an axis"""
-_FAR = 20.0
-"""times the least value, from which an axis may count in powers"""
 
 
 @dataclass
@@ -46,107 +41,6 @@ class Line:
         self.middle, self.low, self.high = thinned(self.x, self.y, self.style == "stairs")
 
 
-def thinned(
-    x: Sequence[float], y: Sequence[float], last: bool = False
-) -> tuple[tuple[list[float], list[float]], list[float], list[float]]:
-    """At most 360 points: means (or last values) of equal shares of the points, least, largest."""
-    points = [(a, b) for a, b in zip(x, y, strict=True) if 0 <= a < _MOST_EPOCHS]
-    share = max(1, -(-len(points) // _MOST_POINTS))
-    xs: list[float] = []
-    ys: list[float] = []
-    low: list[float] = []
-    high: list[float] = []
-    for first in range(0, len(points), share):
-        some = points[first : first + share]
-        values = [b for _, b in some if math.isfinite(b)]
-        xs.append(some[-1 if last else len(some) // 2][0])
-        ys.append((values[-1] if last else sum(values) / len(values)) if values else math.nan)
-        low.append(min(values, default=math.nan))
-        high.append(max(values, default=math.nan))
-    return (xs, ys), low, high
-
-
-def smoothed(values: Sequence[float], span: float) -> list[float]:
-    """The mean of about `span` values before each and as many after it, the near ones counting
-    most: exponential means from both sides, so that nothing lags."""
-    before = _exponential_means(values, span)
-    after = _exponential_means(values[::-1], span)[::-1]
-    return [(a + b) / 2 for a, b in zip(before, after, strict=True)]
-
-
-def _exponential_means(values: Sequence[float], span: float) -> list[float]:
-    keep, mean, weight = 1 - 1 / max(span, 1.0), 0.0, 0.0
-    out = []
-    for value in values:
-        if math.isfinite(value):
-            mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-            out.append(mean / weight)
-        else:
-            out.append(math.nan)
-    return out
-
-
-@dataclass(frozen=True)
-class Axis:
-    """From values to 0 ... 1."""
-
-    low: float
-    high: float
-    log: bool = False
-
-    def place(self, value: float) -> float:
-        if self.log:
-            value = math.log10(value) if value > 0 else -math.inf
-        low, high = self._ends()
-        share = (value - low) / (high - low)
-        return min(4.0, max(-3.0, share))  # what lies outside may lie just outside
-
-    def _ends(self) -> tuple[float, float]:
-        return (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
-
-    def ticks(self, about: int) -> list[float]:
-        if self.log:
-            first, last = (round(end) for end in self._ends())
-            apart = max(1, -(-(last - first) // about))
-            powers = [10.0**power for power in range(first - apart, last + apart + 1, apart)]
-            found = [p for p in powers if self.low * 0.999 <= p <= self.high * 1.001]
-            if len(found) >= 2:
-                return found
-        step = _round_step((self.high - self.low) / about)
-        first_tick = math.ceil(self.low / step - 1e-9)
-        last_tick = math.floor(self.high / step + 1e-9)
-        return [tick * step for tick in range(first_tick, last_tick + 1)]
-
-
-def _round_step(least: float) -> float:
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(nice * power for nice in (1, 2, 2.5, 5, 10) if nice * power >= least * 0.999)
-
-
-def axis_of(
-    values: Sequence[float], log: bool = False, zero: bool = False, whole: bool = False
-) -> Axis | None:
-    """An axis for values; unless `whole`, those that lie far from nearly all others are left
-    outside."""
-    found = sorted(v for v in values if math.isfinite(v) and (v > 0 or not log))
-    if not found:
-        return None
-    spare = 0 if whole else len(found) // 100
-    low, high = found[spare], found[len(found) - 1 - spare]
-    if not log:
-        room = _NEAR * (high - low)
-        low, high = max(found[0], low - room), min(found[-1], high + room)
-        low = min(low, 0.0) if zero else low
-        largest = max(abs(low), abs(high))
-        margin = max(0.04 * (high - low), 1e-6 * largest) if high > low else 0.05 * largest or 1.0
-        return Axis(low if zero and low == 0 else low - margin, high + margin)
-    if high / low < 4:
-        centre = math.sqrt(high) * math.sqrt(low)
-        low, high = min(low, centre / 2), max(high, centre * 2)
-    margin = (high / low) ** 0.04
-    return Axis(low / margin, high * margin, True)
-
-
 def chart(
     title: str,
     lines: Sequence[Line],
@@ -165,7 +59,7 @@ def chart(
         for line in lines
         for v in (_middle(line) if line.style == "thin" else (*line.low, *line.high))
     ]
-    log = log and _far_apart(drawn)
+    log = log and far_apart(drawn)
     y = axis_of(drawn, log, zero, whole=all(line.style == "stairs" for line in lines))
     xs = [v for line in lines for v in line.middle[0]]
     if y is None or not xs:
@@ -200,13 +94,6 @@ def chart(
     }
     said = ", ".join(word for word in (unit, "log scale" if log else "") if word)
     return _figure(title, said, _plot(parts, words, told), wide)
-
-
-def _far_apart(values: Sequence[float]) -> bool:
-    """Whether powers of ten show them better than a ruler."""
-    found = sorted(v for v in values if v > 0)
-    spare = len(found) // 50
-    return bool(found) and found[len(found) - 1 - spare] > _FAR * found[spare]
 
 
 def _middle(line: Line) -> list[float]:
@@ -398,79 +285,3 @@ def _figure(title: str, unit: str, plot: str, wide: bool = False) -> str:
 
 def _brief(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None
-
-
-SCRIPT = r"""
-(() => {
-const tip = document.body.appendChild(document.createElement("div"));
-tip.className = "tip"; tip.hidden = true;
-const say = (v, percent) => v == null ? "\u2013" : percent ? (100 * v).toFixed(2) + " %" :
-  Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en") : String(+v.toPrecision(4));
-const nearest = (xs, x) => {
-  let a = 0, b = xs.length - 1;
-  while (b - a > 1) { const m = (a + b) >> 1; if (xs[m] < x) a = m; else b = m; }
-  return Math.abs(xs[a] - x) <= Math.abs(xs[b] - x) ? a : b;
-};
-const row = (name, value, colour, box) => {
-  const line = document.createElement("div");
-  if (colour) {
-    const dot = line.appendChild(document.createElement("i"));
-    dot.className = box ? "dot box" : "dot"; dot.style.setProperty("--c", colour);
-  }
-  line.appendChild(document.createElement("span")).textContent = name;
-  line.appendChild(document.createElement("span")).textContent = value;
-  return line;
-};
-const hidden = new Set();
-const lines = (told, share) => {
-  const x = told.x[0] + share * (told.x[1] - told.x[0]), rows = [];
-  let near = null;
-  for (const line of told.lines) {
-    if (!line.x.length || hidden.has(line.run)) continue;
-    // A bar ends at its epoch; a line has a point there.
-    let at = nearest(line.x, x);
-    if (line.fill) { at = line.x.findIndex(end => end >= x); if (at < 0) at = line.x.length - 1; }
-    if (near == null) near = line.x[at];
-    rows.push(row(line.name, say(line.y[at], told.percent),
-      line.fill ? `var(--${line.fill})` : `var(--c${line.run % 8})`, line.fill));
-  }
-  return [row("epoch " + (near == null ? "" : +near.toPrecision(4)), ""), ...rows];
-};
-const cell = (told, share, down) => {
-  const column = Math.min(told.epochs.length - 1, Math.floor(share * told.epochs.length));
-  const at = Math.min(told.names.length - 1, Math.floor(down * told.names.length));
-  const value = say(told.cells[at][column]);
-  return [row(told.names[at], ""), row("epoch " + told.epochs[column], value)];
-};
-for (const plot of document.querySelectorAll(".plot")) {
-  const told = JSON.parse(plot.querySelector("script").textContent);
-  const cross = plot.appendChild(document.createElement("div"));
-  cross.className = "cross"; cross.hidden = true;
-  const show = event => {
-    const box = plot.getBoundingClientRect();
-    const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
-    const down = Math.min(1, Math.max(0, (event.clientY - box.top) / box.height));
-    tip.replaceChildren(...(told.lines ? lines(told, share) : cell(told, share, down)));
-    cross.style.left = 100 * share + "%";
-    tip.hidden = cross.hidden = false;
-    const size = tip.getBoundingClientRect();
-    const left = event.clientX + 16 + size.width > innerWidth
-      ? event.clientX - 16 - size.width : event.clientX + 16;
-    tip.style.left = Math.max(6, left) + "px";
-    tip.style.top = Math.max(6, Math.min(event.clientY + 14, innerHeight - size.height - 6)) + "px";
-  };
-  plot.addEventListener("pointermove", show);
-  plot.addEventListener("pointerdown", show);
-  plot.addEventListener("pointerleave", () => { tip.hidden = cross.hidden = true; });
-}
-for (const button of document.querySelectorAll("button[data-run]")) {
-  button.addEventListener("click", () => {
-    const run = +button.dataset.run, off = !hidden.has(run);
-    hidden[off ? "add" : "delete"](run);
-    button.setAttribute("aria-pressed", String(!off));
-    const parts = document.querySelectorAll(`svg [data-run="${run}"]`);
-    for (const part of parts) part.toggleAttribute("hidden", off);
-  });
-}
-})();
-"""

@@ -23,6 +23,7 @@ from megabatch.data.jpeg import BadImage
 from megabatch.data.origins import open_origin
 from megabatch.data.packfile import Arena, Pack
 from megabatch.data.source import Memory
+from megabatch.ema import put_averages
 from megabatch.errors import UserError
 from megabatch.runs import checkpoint
 
@@ -105,9 +106,7 @@ def load(run: Path) -> Trained:
     count = _class_count(config, found)
     net = _build(config, count)
     checkpoint.load_weights(found, net)
-    averages = _averages(found)
-    if averages:
-        net.load_state_dict({**net.state_dict(), **averages})
+    put_averages(net, checkpoint.load_extra(found))
     net.float().eval()
     names = _class_names(run, config)
     named = names is not None and len(names) == count
@@ -121,7 +120,7 @@ def load(run: Path) -> Trained:
         mean=mean,
         std=std,
         checkpoint=found,
-        averaged=bool(averages),
+        averaged=config.ema > 0,
     )
 
 
@@ -136,14 +135,6 @@ def _class_count(config: Config, found: Path) -> int:
     name = next(name for name, tensor in shapes.items() if tensor.ndim and len(tensor) == _ODD)
     with safe_open(found / "model.safetensors", "pt") as weights:
         return int(weights.get_slice(name).get_shape()[0])
-
-
-def _averages(found: Path) -> dict[str, Tensor]:
-    return {
-        name.removeprefix("ema."): tensor
-        for name, tensor in checkpoint.load_extra(found).items()
-        if name.startswith("ema.")
-    }
 
 
 def _class_names(run: Path, config: Config) -> list[str] | None:
