@@ -45,7 +45,7 @@ NET = ("models/", "batchnorm.py")
 class Event:
     """A function of ours was called, or ended."""
 
-    thread: str
+    thread: int
     file: str
     function: str
     ends: bool
@@ -70,17 +70,19 @@ class Trace:
         path = frame.f_code.co_filename
         if event in ("call", "return") and path.startswith(str(ROOT)):
             file, function = os.path.relpath(path, ROOT), frame.f_code.co_qualname
-            thread = threading.current_thread().name
+            thread = threading.get_ident()
             self.events.append(Event(thread, file, function, event == "return"))
 
 
-def last_call(events: list[Event], function: str, thread: str) -> list[Event]:
-    """The last call of a function, with all that its thread called meanwhile."""
-    calls = [e for e in events if e.thread.startswith(thread) and e.function == function]
-    own = [event for event in events if event.thread == calls[-1].thread]
-    begin = max(i for i, event in enumerate(own) if event.function == function and not event.ends)
-    end = next(i for i in range(begin, len(own)) if own[i].function == function and own[i].ends)
-    return own[begin : end + 1]
+def calls_of(events: list[Event], function: str) -> list[list[Event]]:
+    """Each call of a function, with all that its thread called meanwhile."""
+    found = []
+    for thread in dict.fromkeys(event.thread for event in events):
+        own = [event for event in events if event.thread == thread]
+        ends = [i for i, event in enumerate(own) if event.function == function]
+        # A call and its end in turn; the last may not have ended.
+        found += [own[begin : end + 1] for begin, end in zip(ends[::2], ends[1::2], strict=False)]
+    return found
 
 
 def entered(events: Iterable[Event]) -> list[tuple[str, str]]:
@@ -145,9 +147,10 @@ def config_of(path: str, batch: int, plan: str = "backend") -> mb.Config:
 def image_walk(path: str) -> list[tuple[str, str]]:
     with Trace() as trace:
         mb.train(config_of(path, batch=1), quiet=True)
-    reading = last_call(trace.events, "ThreadReader._timed", "reader")
-    handing = last_call(trace.events, "Loader._prepare", "MainThread")
-    passing = last_call(trace.events, "_pass", "MainThread")
+    reading, handing, passing = (
+        calls_of(trace.events, function)[-1]
+        for function in ("ThreadReader._timed", "Loader._prepare", "_pass")
+    )
     # Where the loss is handed over the image's walk ends and the gradient's begins.
     over = next(i for i, event in enumerate(passing) if event.file.startswith("sync/"))
     calls = [*entered(reading), *entered(handing), *entered(passing[:over])]
@@ -162,9 +165,10 @@ def traced_worker(path: str) -> list[tuple[str, str]]:
             mb.train(config_of(path, batch=2, plan="torus"), quiet=True, cluster=cluster)
     finally:
         cluster.leave()
-    sending = last_call(trace.events, "GradientSum._collect", "MainThread")
-    lane = last_call(trace.events, "Pipeline._walk", "lane")
-    return [*entered(sending), *entered(lane)]
+    sending = entered(calls_of(trace.events, "GradientSum._collect")[-1])
+    # Of the lanes' the fullest: some have nobody to send to.
+    lane = max(map(entered, calls_of(trace.events, "Pipeline._walk")), key=len)
+    return [*sending, *lane]
 
 
 def gradient_walk(path: str) -> list[tuple[str, str]]:

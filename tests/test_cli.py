@@ -201,9 +201,9 @@ def broken(kind):
     [
         ("missing", "nowhere: name a folder"),
         ("classes differ", "has a class wolf that"),
-        ("unreadable", "3.jpg cannot be read"),
-        ("truncated", "3.jpg cannot be read"),
-        ("empty", "holds no JPEG or PNG images"),
+        ("unreadable", "has 1 unreadable image: train/dog/3.jpg"),
+        ("truncated", "has 1 unreadable image: train/dog/3.jpg"),
+        ("empty", "holds no images"),
     ],
 )
 def test_bad_images_get_one_sentence(tmp_path, kind, says):
