@@ -48,9 +48,9 @@ class SpanBatchNorm(_BatchNorm):
         if x.is_cuda and x.dim() == 4 and self.weight is not None and x.dtype != torch.float64:
             by_rows = _normalise_on(x.device)
             x = x.contiguous(memory_format=torch.channels_last)
-            out, found = by_rows(x, self.weight, self.bias, span, self.eps, relu=False)
+            normal, found = by_rows(x, self.weight, self.bias, span, self.eps, relu=False)
             self.statistics = found.mean(0)
-            return out
+            return normal
         # Groups become channels, so that one call normalises each group by itself.
         folded = x if groups == 1 else x.unflatten(0, (groups, span)).transpose(0, 1).flatten(1, 2)
         mean = x.new_zeros(groups * self.num_features, dtype=_statistics_dtype(x))

@@ -44,7 +44,7 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """The sum of the losses, and a vector of three, without gradient: that sum, and how many labels
     are the best and among the five best."""
-    loss, counts = _CrossEntropy.apply(logits, labels, smoothing)
+    loss, counts = _CrossEntropy.apply(logits, labels, smoothing)  # type: ignore[no-untyped-call]
     return loss, counts
 
 

@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        return triton.cdiv(self.channels, COLUMNS)
+        return int(triton.cdiv(self.channels, COLUMNS))
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -60,5 +60,7 @@ def normalise(
     (spans x 2 channels, fp32)."""
     shape = (len(x) // span, 2 * x.shape[1])
     statistics = torch.empty(shape, dtype=torch.float32, device=x.device)
-    out = _Normalise.apply(x, weight, bias, residual, span, eps, relu, statistics)
+    out = _Normalise.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, residual, span, eps, relu, statistics
+    )
     return out, statistics

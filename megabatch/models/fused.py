@@ -209,14 +209,18 @@ class ResNetPass:
         statistics = torch.empty(shape, dtype=torch.float32, device=images.device)
         conv, norm = self._stem
         before = Handover()
-        x = _RunStem.apply(
+        x = _RunStem.apply(  # type: ignore[no-untyped-call]
             images, self._stem, span, statistics, before, conv.weight, norm.weight, norm.bias
         )
         for block in self._blocks:
             after = Handover()
-            x = _RunBlock.apply(x, block, span, statistics, before, after, *block.parameters())
+            x = _RunBlock.apply(  # type: ignore[no-untyped-call]
+                x, block, span, statistics, before, after, *block.parameters()
+            )
             before = after
-        logits: Tensor = _RunHead.apply(x, self._fc_half, self._fc.weight, self._fc.bias)
+        logits: Tensor = _RunHead.apply(  # type: ignore[no-untyped-call]
+            x, self._fc_half, self._fc.weight, self._fc.bias
+        )
         return logits, statistics
 
 
