@@ -33,13 +33,13 @@ def exact_convolutions():
     torch.backends.cudnn.allow_tf32 = before
 
 
-def small(block):
+def small(block, strides=(2, 2, 2)):
     """A ResNet of one block a stage (two in the first), all 64 wide: the interpreter is slow."""
     torch.manual_seed(0)
     net = ResNet(block, (2, 1, 1, 1), 10)
     inputs = 64 * block.expansion
-    for stage in (2, 3, 4):
-        setattr(net, f"layer{stage}", nn.Sequential(block(inputs, 64, 2)))
+    for stage, stride in zip((2, 3, 4), strides, strict=True):
+        setattr(net, f"layer{stage}", nn.Sequential(block(inputs, 64, stride)))
     net.fc = nn.Linear(inputs, 10)
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -88,6 +88,11 @@ CONFIG = Config(
 )
 
 
+def well_posed():
+    """Where 32 rows make a statistic: of two, one rounding decides the gradients."""
+    return small(Bottleneck, (2, 1, 1))
+
+
 def steps_of(config, count=2):
     """Weights and numbers after some steps of the trainer."""
     cluster = Cluster(0, 1, 0, 1, DEVICE, (1, 1))
@@ -96,7 +101,7 @@ def steps_of(config, count=2):
     labels = torch.randint(10, (4,), generator=draw).to(DEVICE)
     numbers = []
     with (
-        prepared(config, cluster, 10, small(Bottleneck)) as net,
+        prepared(config, cluster, 10, well_posed()) as net,
         assemble(config, cluster, net) as parts,
     ):
         for step in range(count):
@@ -104,7 +109,7 @@ def steps_of(config, count=2):
                 MicroBatch(images[at : at + 2], labels[at : at + 2], torch.arange(at, at + 2), at)
                 for at in (0, 2)
             ]
-            result = train_step(parts, micros, 4, lr=0.02, momentum=0.9)
+            result = train_step(parts, micros, 4, lr=0.1, momentum=0.9)
             read = StepNumbers.unpack(Step(step, 4 * step, 4, 0.0, 0), result.numbers.tolist())
             numbers.append(read)
         for weight, copy in parts.copies.items():
@@ -114,24 +119,24 @@ def steps_of(config, count=2):
 
 
 @pytest.mark.parametrize("half_weights", [False, True])
-def test_the_trainer_learns_as_with_the_plain_net(half_weights, monkeypatch):
-    config = replace(CONFIG, half_weights=half_weights)
-    _, plain, plain_numbers = steps_of(replace(config, compile="never"))
+def test_the_trainer_is_as_near_to_fp32_as_with_the_plain_net(half_weights, monkeypatch):
+    half = replace(CONFIG, half_weights=half_weights)
+    full = replace(CONFIG, precision="fp32", compile="never")
+    _, exact, exact_numbers = steps_of(full, 1)
+    _, plain, _ = steps_of(replace(half, compile="never"), 1)
     monkeypatch.setattr(passes, "fusable", lambda *_: True)
-    kind, fused, numbers = steps_of(config)
-    assert kind is passes.FusedPass
-    # Two images at one pixel are all that the last batch norms see: after a step the two part.
-    for one, other, near in zip(numbers, plain_numbers, (0.02, 0.15), strict=True):
-        assert one.loss == pytest.approx(other.loss, rel=near)
-        assert not one.skipped
-    first = small(Bottleneck).state_dict()
+    kind, fused, numbers = steps_of(half, 1)
+    assert kind is passes.FusedPass and not numbers[0].skipped
+    assert numbers[0].loss == pytest.approx(exact_numbers[0].loss, rel=0.02)
+    first = well_posed().state_dict()
     names = [name for name, p in first.items() if p.is_floating_point()]
     for some in ([n for n in names if "running" in n], [n for n in names if "running" not in n]):
-        moved, wanted = (
-            torch.cat([(t[n] - first[n]).flatten() for n in some]) for t in (fused, plain)
-        )
-        assert torch.cosine_similarity(moved, wanted, 0) > 0.8
-        assert moved.norm() / wanted.norm() == pytest.approx(1, rel=0.2)
+        moved = [
+            torch.cat([(found[n] - first[n]).flatten() for n in some])
+            for found in (exact, plain, fused)
+        ]
+        near, ours = (float((other - moved[0]).norm() / moved[0].norm()) for other in moved[1:])
+        assert ours <= 1.5 * near + 1e-3
     assert all(torch.equal(fused[name], plain[name]) for name in first.keys() - set(names))
 
 
