@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from megabatch import kernels
 from megabatch.layers import replace_layers
 
 
@@ -44,6 +45,12 @@ class SpanBatchNorm(_BatchNorm):
         groups, rest = divmod(len(x), span)
         if rest:
             raise ValueError(f"{len(x)} images are not a multiple of the span, {span}")
+        if x.is_cuda and x.dim() == 4 and self.weight is not None and x.dtype != torch.float64:
+            by_rows = _normalise_on(x.device)
+            x = x.contiguous(memory_format=torch.channels_last)
+            normal, found = by_rows(x, self.weight, self.bias, span, self.eps, relu=False)
+            self.statistics = found.mean(0)
+            return normal
         # Groups become channels, so that one call normalises each group by itself.
         folded = x if groups == 1 else x.unflatten(0, (groups, span)).transpose(0, 1).flatten(1, 2)
         mean = x.new_zeros(groups * self.num_features, dtype=_statistics_dtype(x))
@@ -59,8 +66,41 @@ class SpanBatchNorm(_BatchNorm):
         return by_group.transpose(0, 1).flatten(0, 1)
 
 
+def _normalise_on(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Batch norm by spans of channels-last images on a GPU."""
+    if torch.compiler.is_compiling() or not kernels.available(device):
+        return normalise  # the compiler makes kernels of it
+    from megabatch.kernels import span_norm
+
+    return span_norm.normalise
+
+
 def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def normalise(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    span: int,
+    eps: float = 1e-5,
+    relu: bool = True,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """relu(batch norm of x by spans + residual), and each span's means and unbiased variances
+    (spans x 2 channels): a view of channels-last images, no copies. The plain twin of the one in
+    kernels/span_norm.py."""
+    images, channels, height, width = x.shape
+    rows = x.permute(0, 2, 3, 1).reshape(images // span, span * height * width, channels)
+    rows = rows.to(_statistics_dtype(x))
+    var, mean = torch.var_mean(rows, 1, correction=0, keepdim=True)
+    y = (rows - mean) * torch.rsqrt(var + eps) * weight + bias
+    y = y.view(images, height, width, channels).permute(0, 3, 1, 2)
+    y = y if residual is None else y + residual
+    count = rows.shape[1]
+    statistics = torch.cat([mean, var * (count / max(count - 1, 1))], 2).detach()[:, 0]
+    return (y.relu() if relu else y).to(x.dtype), statistics
 
 
 def use_spans(module: nn.Module, span: int) -> Callable[[], None]:

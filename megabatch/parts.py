@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +17,10 @@ from megabatch.config import Config
 from megabatch.ema import WeightAverage
 from megabatch.errors import UserError
 from megabatch.finetune import load_initial
+from megabatch.graphs import CapturedPass, captured
 from megabatch.keyed import key_dropout
 from megabatch.optim import Layerwise, build, parameter_groups
+from megabatch.passes import Pass, choose
 from megabatch.precision import LossScale, Masters, full_dtype
 from megabatch.sync.buckets import GradientSum
 
@@ -30,8 +32,10 @@ class Parts:
     config: Config
     device: torch.device
     net: nn.Module
-    forward: Callable[[Tensor], Tensor]
-    """the net as it is called in training: itself, or compiled"""
+    run: Pass
+    """the net as it is called in training"""
+    graph: CapturedPass | None
+    """the same with its backward, as a CUDA graph, where passes are small"""
     own: bool
     """a module of the caller's, which may draw from torch's generator"""
     masters: Masters
@@ -49,9 +53,17 @@ class Parts:
 
     def close(self) -> None:
         try:
+            if self.graph is not None:
+                self.graph.close()
+            self.run.close()
             self.engine.close()
         finally:
             self.masters.close()
+
+    @property
+    def copies(self) -> dict[Tensor, Tensor]:
+        """What the optimizer updates -> what the pass reads of it in half precision."""
+        return {**self.run.copies, **{twin: half for half, twin in self.masters.twins.items()}}
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint needs beyond weights and the optimizer's state."""
@@ -64,6 +76,7 @@ class Parts:
     def load(self, tensors: dict[str, Tensor]) -> None:
         for part in (self.masters, self.scale, self.average):
             part.load(tensors)
+        self.run.refresh()
 
     def layers(self) -> dict[str, tuple[float, float, float]]:
         """Trust ratio, weight norm and gradient norm of each adapted layer in the last step."""
@@ -102,6 +115,8 @@ def prepared(
         if cluster.world > 1:
             for tensor in net.state_dict().values():
                 dist.broadcast(tensor, group_src=0, group=cluster.group)
+        if cluster.device.type == "cuda":  # how tensor cores want convolutions
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         yield net
 
 
@@ -126,6 +141,8 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
         scale = LossScale(config, cluster.device)
         moving = MovingAverages(net)
         average = WeightAverage(net, config, masters)
+        run = choose(config, cluster.device, net, moving)
+        failing.callback(run.close)
         # Last: from here on the module's parameters carry hooks.
         engine = GradientSum(
             net,
@@ -142,7 +159,8 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
         config=config,
         device=cluster.device,
         net=net,
-        forward=net,
+        run=run,
+        graph=captured(config, cluster.device, run, net),
         own=own,
         masters=masters,
         optimizer=optimizer,

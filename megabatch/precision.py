@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megabatch.config import Config
 from megabatch.optim import NORMALISATIONS
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FIRST_SCALE = 2.0**16
 _GROWTH_STEPS = 2000
 
@@ -28,9 +28,9 @@ def full_dtype(config: Config) -> torch.dtype:
 
 
 def autocast(config: Config, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if config.precision not in _HALF:
+    if config.precision not in HALF:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, _HALF[config.precision])
+    return torch.autocast(device.type, HALF[config.precision])
 
 
 def _half_weights(net: nn.Module, config: Config) -> dict[str, nn.Parameter]:
@@ -51,7 +51,7 @@ def halved(net: nn.Module, config: Config) -> Iterator[None]:
     evaluation needs them, without masters."""
     weights = _half_weights(net, config).values()
     for weight in weights:
-        weight.data = weight.data.to(_HALF[config.precision])
+        weight.data = weight.data.to(HALF[config.precision])
     try:
         yield
     finally:
@@ -72,7 +72,7 @@ class Masters:
         for name, weight in _half_weights(net, config).items():
             twin = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
             self.twins[weight] = self._names[name] = twin
-            weight.data = weight.data.to(_HALF[config.precision])
+            weight.data = weight.data.to(HALF[config.precision])
 
     def close(self) -> None:
         """Make the module's weights full again: the masters, not what they were rounded to."""

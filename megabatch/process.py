@@ -17,14 +17,17 @@ from megabatch.config import Config
 @contextlib.contextmanager
 def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
     """One thread and fixed kernels for a deterministic run, otherwise a fair share of the cores, or
-    what OMP_NUM_THREADS says; torch's generators are the run's too. Afterwards all is as it was."""
+    what OMP_NUM_THREADS says, and the fastest kernels; torch's generators are the run's too.
+    Afterwards all is as it was."""
     threads, exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     searches = torch.backends.cudnn.benchmark
     if config.deterministic:
         torch.set_num_threads(1)
     elif cluster.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // cluster.local_world))
-    if config.deterministic and cluster.device.type == "cuda":
+    if not config.deterministic and cluster.device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # every pass has one shape
+    elif cluster.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)

@@ -20,9 +20,9 @@ from megabatch.batch import Step
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.loader import MicroBatch
-from megabatch.errors import UserError
 from megabatch.keyed import Purpose, keyed, set_positions
 from megabatch.parts import Parts
+from megabatch.passes import logits_of
 from megabatch.precision import autocast, full_dtype
 from megabatch.sync.control import COUNTS, Control, StepNumbers, counts, without_stop
 from megabatch.sync.summation import TreeSum
@@ -70,28 +70,15 @@ def _pass(parts: Parts, micro: MicroBatch, batch: int) -> Tensor:
     set_positions(parts.net, micro.positions)
     if parts.own:  # torch's generator, which bundled models leave alone, is keyed by position too
         torch.manual_seed(keyed(config.seed, Purpose.GENERATOR, micro.first))
-    with autocast(config, parts.device):
-        logits = _logits(parts.forward(micro.images), micro.labels).to(full_dtype(config))
-    total = cross_entropy(
-        logits, micro.labels, reduction="sum", label_smoothing=config.label_smoothing
-    )
-    counted = counts(logits.detach(), micro.labels, total.detach())
-    loss = total / batch
-    parts.engine.backward(
-        loss * scale.value if scale.on else loss, counted, parts.moving.statistics(counted)
-    )
+    if parts.graph is not None:
+        factor = scale.value / batch if scale.on else 1 / batch
+        found, gradients = parts.graph(micro.images, micro.labels, factor)
+        parts.engine.add(gradients, found.counts, found.statistics)
+        return found.loss / batch
+    found = parts.run(micro.images, micro.labels)
+    loss = found.loss / batch
+    parts.engine.backward(loss * scale.value if scale.on else loss, found.counts, found.statistics)
     return loss.detach()
-
-
-def _logits(output: Any, labels: Tensor) -> Tensor:
-    """What the net gave, if it can be the logits of these images; shapes alone are looked at."""
-    if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(labels):
-        given = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
-        raise UserError(
-            f"the model gives {given} for {len(labels)} images: training needs one tensor of "
-            f"logits, a row an image and a column a class"
-        )
-    return output
 
 
 def _update(parts: Parts, control: Control, count: int, lr: float, momentum: float) -> Tensor:
@@ -106,8 +93,7 @@ def _update(parts: Parts, control: Control, count: int, lr: float, momentum: flo
             group["momentum"] = momentum
     good = control.good
     engine.scale(1 / scale.value if scale.on else None, good)
-    optimizer.step(good=good)
-    parts.masters.write_back()
+    optimizer.step(good=good, copies=parts.copies)
     parts.moving.move(control.statistics / count, parts.config.bn_momentum, good)
     parts.average.update(good)
     numbers = control.for_host(engine.squared_norm(), scale.value, good)
@@ -180,7 +166,7 @@ def score(
     total.begin(count, deal(count, cluster.world)[cluster.rank])
     for inputs, labels in micro_batches:
         with autocast(config, cluster.device):
-            logits = _logits(net(inputs), labels).to(like)
+            logits = logits_of(net(inputs), labels).to(like)
         total.push(counts(logits, labels, cross_entropy(logits, labels, reduction="sum")))
     loss, top1, top5 = total.all_reduce(cluster, by_tree=True).tolist()
     found = {"top1": top1, "top5": top5, "loss": loss}

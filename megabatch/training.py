@@ -69,9 +69,9 @@ def train(
     `model` is a module of your own. It is trained in place, and yours again afterwards, however the
     run ended: its own layers and modes (batch norm by spans and keyed dropout are put in for the
     run alone), no hooks, no gradients. Changed are its weights and moving averages, and where it
-    lies: on the cluster's device, in fp32, or fp64 for precision fp64. `data` is a map-style data
-    set of (image, label), of which a share is held out by hash, or a pair (train, val). Without
-    `out` nothing is written.
+    lies: on the cluster's device, in fp32, or fp64 for precision fp64, channels last on a GPU.
+    `data` is a map-style data set of (image, label), of which a share is held out by hash, or a
+    pair (train, val). Without `out` nothing is written.
     """
     config = _checked(config, model, data)
     cluster = cluster or Cluster.from_env()
@@ -92,7 +92,7 @@ def train(
         loader = Loader(train_set, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
         facts = _facts(config, cluster, train_set, loader)
-        for note in train_set.notes:
+        for note in (*train_set.notes, *filter(None, [parts.run.how])):
             log.say(note)
         if state.seen:
             log.say(f"resumed at step {state.steps}, epoch {state.seen / images:.2f}")

@@ -189,8 +189,8 @@ def test_every_number_has_bounds():
 
 FREE = {
     "ratio_band", "eval_every", "save_every", "keep", "target_accuracy", "bucket_mb", "plan",
-    "wire", "data.path", "data.local_copy", "data.threads", "data.processes", "data.resident",
-    "data.shared",
+    "wire", "compile", "graphs", "data.path", "data.local_copy", "data.threads", "data.processes",
+    "data.resident", "data.shared",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +34,6 @@ from megabatch.process import compute_settings
 from megabatch.step import train_step
 from megabatch.verbs.parsing import parse
 
-_BEFORE_CAPTURE = 5
-
 
 @dataclass(frozen=True)
 class StepFlags:
@@ -49,10 +47,10 @@ class StepFlags:
     """side of the images in pixels (0: what the model was made for)"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """of the forward pass; the half ones by autocast"""
-    compile: bool = False
-    """torch.compile the model"""
-    graphs: bool = False
-    """capture the whole step as one CUDA graph, which small passes need"""
+    compile: Literal["auto", "always", "never"] = "auto"
+    """as in training: by kernels of our own where there are some, or compiled by torch"""
+    graphs: Literal["auto", "always", "never"] = "auto"
+    """as in training: replay passes as a CUDA graph"""
     seconds: float = 2.0
     """to measure for, each size"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -82,8 +80,6 @@ def run(arguments: list[str]) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda was asked for but torch sees no GPU: use --device cpu")
-    if flags.graphs and device == "cpu":
-        raise UserError("--graphs is for CUDA, and this device is a CPU: leave it out")
     if any(micro < 1 for micro in flags.micro):
         raise UserError(f"--micro is {' '.join(map(str, flags.micro))}; give 1 image and more")
     rows = []
@@ -95,11 +91,12 @@ def run(arguments: list[str]) -> int:
             micro=micro,
             span=flags.span or micro,
             precision=flags.precision,
+            compile=flags.compile,
+            graphs=flags.graphs,
             data=data,
         ).check()
-        with one_worker(config, torch.device(device), flags.compile) as train:
-            work = captured(train) if flags.graphs else train
-            rate = micro / time_of(work, flags.seconds, device)
+        with one_worker(config, torch.device(device)) as train:
+            rate = micro / time_of(train, flags.seconds, device)
         rows.append({"model": flags.model, "micro": micro, "images_per_second": rate})
         print(f"{flags.model} micro {micro:5d}  {rate:12,.1f} images/s", file=sys.stderr)
     update(flags.out, {"compute": rows, "host": host(device), "sources": {"compute": _how(flags)}})
@@ -116,9 +113,7 @@ def _export(flags: StepFlags, net: nn.Module, size: int, channels: int) -> int:
 
 
 @contextlib.contextmanager
-def one_worker(
-    config: Config, device: torch.device, compiled: bool = False
-) -> Iterator[Callable[[], None]]:
+def one_worker(config: Config, device: torch.device) -> Iterator[Callable[[], None]]:
     """The trainer's own step on one worker, of as many passes as the config says, over random
     images that lie on the device."""
     alone = Cluster(0, 1, 0, 1, device, (1, 1))
@@ -134,29 +129,11 @@ def one_worker(
         ending.enter_context(compute_settings(config, alone))
         net = ending.enter_context(prepared(config, alone, data.classes))
         parts = ending.enter_context(assemble(config, alone, net))
-        if compiled:
-            torch._dynamo.reset()  # each size has kernels of its own, not ones for all sizes
-            parts = replace(parts, forward=torch.compile(net, dynamic=False))
 
         def train() -> None:
             train_step(parts, [micro] * count, config.batch, lr=0.0, momentum=0.9)
 
         yield train
-
-
-def captured(work: Callable[[], None]) -> Callable[[], None]:
-    """Work on a GPU as one CUDA graph: all its kernels are launched at once."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(_BEFORE_CAPTURE):  # compiling, choosing kernels, making the momentum
-            work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    replay: Callable[[], None] = graph.replay
-    return replay
 
 
 def time_of(work: Callable[[], None], seconds: float, device: str) -> float:
@@ -195,6 +172,7 @@ def host(device: str) -> dict[str, Any]:
 
 
 def _how(flags: StepFlags) -> str:
-    compiled = ", torch.compile" if flags.compile else ""
-    graph = ", one CUDA graph" if flags.graphs else ""
-    return f"megabatch bench step, {flags.precision}{compiled}{graph}, one worker"
+    return (
+        f"megabatch bench step, {flags.precision}, --compile {flags.compile}, "
+        f"--graphs {flags.graphs}, one worker"
+    )

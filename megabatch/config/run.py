@@ -95,6 +95,11 @@ class Config:
         None, above=0, most=1, may_change=True, hint="give a share, 0.97 say"
     )
     """stop when an evaluation reaches this top-1 (0 to 1)"""
+    compile: Literal["auto", "always", "never"] = setting("auto", may_change=True)
+    """run the net by kernels of our own where there are some, or compiled by torch (auto: on a GPU,
+    never: the net as it is)"""
+    graphs: Literal["auto", "always", "never"] = setting("auto", may_change=True)
+    """replay passes as a CUDA graph, where kernels of our own run (auto: small passes)"""
     bucket_mb: float = setting(25.0, above=0, most=1e6, may_change=True)
     """gradients leave in buckets of this many megabytes"""
     plan: str = setting("backend", may_change=True)

@@ -115,7 +115,7 @@ class Loader:
             for name, wish in (("resident", data.resident), ("shared", data.shared)):
                 if wish == "always":
                     raise UserError(f"data.{name} is for packs: make one with megabatch pack")
-            return source
+            return source.on(self._device)
         resident = make_resident(source, config, self._device, self.threads)
         if resident is not None:
             return resident

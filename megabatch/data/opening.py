@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ from megabatch.errors import UserError
 from megabatch.keyed import Purpose, keyed
 
 _NAMED = 3
+_SLAB = 64
+"""synthetic images that are drawn at a time"""
 
 
 def open_sources(
@@ -55,8 +58,10 @@ def open_sources(
         raise UserError(
             "data.source is own but no data was given: megabatch.train(config, data=...)"
         )
-    everything = digits(config.data) if kind == "digits" else synthetic(config)
-    return hold_out(everything, config.data.val_share)
+    if kind == "digits":
+        return hold_out(digits(config.data), config.data.val_share)
+    drawn_on = torch.device("cpu") if cluster is None else cluster.device
+    return hold_out(synthetic(config, drawn_on), config.data.val_share)
 
 
 def open_own(config: Config, data: Any) -> tuple[Source, Source]:
@@ -247,16 +252,18 @@ def digits(data: Data) -> Memory:
     return Memory(images, torch.from_numpy(bunch.target).long(), classes=10)
 
 
-def synthetic(config: Config) -> Memory:
+def synthetic(config: Config, drawn_on: torch.device) -> Memory:
     """Noise with a faint pattern a class, so that there is something to learn; a function of the
-    seed."""
+    seed, whatever device draws it."""
     data, seed = config.data, config.seed
-    pixels = data.channels * data.size * data.size
-    labels = torch.arange(data.images) % data.classes
-    noise = keyed(
-        seed, Purpose.SYNTHETIC, 0, torch.arange(data.images)[:, None], torch.arange(pixels)
-    )
-    pattern = keyed(seed, Purpose.SYNTHETIC, 1, labels[:, None], torch.arange(pixels))
-    images = (torch.as_tensor(noise) % 192 + torch.as_tensor(pattern) % 64).to(torch.uint8)
     shape = (data.images, data.channels, data.size, data.size)
+    labels = torch.arange(data.images) % data.classes
+    images = torch.empty((data.images, math.prod(shape[1:])), dtype=torch.uint8)
+    values = torch.arange(images.shape[1], device=drawn_on)
+    for first in range(0, data.images, _SLAB):  # what is drawn has eight times the bytes
+        some = slice(first, first + _SLAB)
+        number = torch.arange(data.images)[some, None].to(drawn_on)
+        noise = keyed(seed, Purpose.SYNTHETIC, 0, number, values)
+        pattern = keyed(seed, Purpose.SYNTHETIC, 1, labels[some, None].to(drawn_on), values)
+        images[some] = (noise % 192 + pattern % 64).to("cpu", torch.uint8)
     return Memory(images.view(shape), labels, classes=data.classes)

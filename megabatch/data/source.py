@@ -23,6 +23,9 @@ from megabatch.data.slots import Buffer, Layout
 from megabatch.errors import UserError
 from megabatch.keyed import Purpose, keyed, shuffled
 
+_MOST_ON_DEVICE = 8 << 30
+"""bytes of images in memory that a GPU takes"""
+
 Writer = Callable[[int, Buffer], None]
 """position of the first image, a buffer -> as many images as the buffer has rows are in it"""
 
@@ -60,6 +63,10 @@ class Source(Protocol):
         """The shortest side a JPEG pack was made with (0: untouched; None: no JPEG pack)."""
         return None
 
+    def on(self, device: torch.device) -> Source:
+        """The same source for work on a device: with its images there, if they are in memory."""
+        return self
+
     def writer(self, config: Config, layout: Layout, training: bool) -> Writer | None:
         """What brings images into buffers piece by piece, in any number of threads; None for a
         source that reads micro-batches whole."""
@@ -80,7 +87,21 @@ class Memory(Source):
         return len(self.images)
 
     def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+        indices = _sent(indices, self.images.device)
         return self.images[indices], self.labels[indices]
+
+    def on(self, device: torch.device) -> Source:
+        if device.type != "cuda" or self.images.nbytes > _MOST_ON_DEVICE:
+            return self
+        # As batches will want them: a gathered one keeps the layout.
+        images = self.images.to(device, memory_format=torch.channels_last)
+        return Memory(images, self.labels.to(device), self.classes)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # a copy from any other memory would wait for the device
+    return tensor.to(device, non_blocking=True)
 
 
 class Subset(Source):
@@ -96,6 +117,9 @@ class Subset(Source):
 
     def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
         return self._source.read(self._indices[indices], draws)
+
+    def on(self, device: torch.device) -> Source:
+        return Subset(self._source.on(device), self._indices)
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,23 @@ class GradientSum:
         self._passes += 1
         self._squares = loss.new_zeros((), dtype=counts.dtype)
         loss.backward()
+        self._end_pass(counts, statistics)
+
+    def add(
+        self,
+        gradients: Mapping[nn.Parameter, Tensor],
+        counts: Tensor,
+        statistics: Tensor | None = None,
+    ) -> None:
+        """The same for a micro-batch whose gradients are there already: of a captured pass, which
+        may write over them when this has returned."""
+        self._passes += 1
+        self._squares = counts.new_zeros(())
+        for p, gradient in gradients.items():
+            p.grad = gradient
+        self._end_pass(counts, statistics)
+
+    def _end_pass(self, counts: Tensor, statistics: Tensor | None) -> None:
         for bucket in self._buckets:
             if bucket.tree.pushed < self._passes:  # backward did not reach all of its parameters
                 self._collect(bucket)

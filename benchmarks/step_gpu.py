@@ -1,0 +1,146 @@
+"""Claim: the trainer's step is faster on one GPU than compiling the whole model with fused SGD.
+
+ResNet-50, batch by micro-batch and span; rival and ours in the same run, medians over groups of
+five steps. Ours is what `megabatch train` runs (buckets, LARS, counts, moving averages), its rival
+the same net channels last under autocast and torch.compile, with SGD and nothing else.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import megabatch as mb
+from megabatch.bench.step import one_worker
+
+GPU = torch.device("cuda")
+# pixels, batch, micro, span, precision, half weights, whether the rival runs beside it
+CASES = {
+    "1024": (224, 1024, 1024, 1024, "bf16", False, True),
+    "span32": (224, 1024, 1024, 32, "bf16", False, False),
+    "jia": (224, 1024, 1024, 1024, "fp16", True, False),
+    "micro256": (224, 1024, 256, 256, "bf16", False, True),
+    "64": (64, 4096, 1024, 256, "bf16", False, True),
+    "64small": (64, 256, 256, 256, "bf16", False, True),
+}
+
+
+def settings(size, batch, micro, span, precision, half_weights):
+    data = mb.Data("synthetic", size=size, channels=3, classes=1000)
+    return mb.Config(
+        model="resnet50",
+        batch=batch,
+        micro=micro,
+        span=span,
+        precision=precision,
+        half_weights=half_weights,
+        label_smoothing=0.1,
+        data=data,
+    ).check()
+
+
+def rival(size, batch, micro):
+    """The whole model compiled, fused SGD; no counts, no statistics by spans."""
+    net = mb.models.build("resnet50", 1000).to(GPU).to(memory_format=torch.channels_last)
+    run = torch.compile(net, dynamic=False)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-6, 0.9, weight_decay=5e-5, fused=True)
+    images = torch.randn(micro, 3, size, size, device=GPU)
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (micro,), device=GPU)
+
+    def step():
+        optimizer.zero_grad()
+        for _ in range(batch // micro):
+            with torch.autocast("cuda", torch.bfloat16):
+                logits = run(images)
+            loss = nn.functional.cross_entropy(
+                logits.float(), labels, label_smoothing=0.1, reduction="sum"
+            )
+            (loss / batch).backward()
+        optimizer.step()
+
+    return step
+
+
+def measured(step, batch, seconds):
+    """Images/s and what else a step costs."""
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    for _ in range(5):
+        step()
+    taken, host = [], []
+    while len(taken) < 5 or sum(taken) * 5 < seconds:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        begin.record()
+        for _ in range(5):
+            step()
+        host.append((time.perf_counter() - began) / 5)
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / 5 / 1e3)
+    seconds_a_step = statistics.median(taken)
+    return {
+        "images_per_second": batch / seconds_a_step,
+        "ms": seconds_a_step * 1e3,
+        "host_ms": statistics.median(host) * 1e3,
+        "first_s": first,
+        "peak_gib": torch.cuda.max_memory_reserved() / 2**30,
+    }
+
+
+def machine():
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return {
+        "chip": torch.cuda.get_device_name(),
+        "driver": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def main():
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
+    flags.add_argument("--seconds", type=float, default=3.0)
+    flags.add_argument("--no-rival", action="store_true")
+    flags.add_argument("--json", type=Path)
+    arguments = flags.parse_args()
+    torch.backends.cudnn.benchmark = True
+    found = {**machine(), "rows": []}
+
+    def note(name, batch, step):
+        row = {"name": name, **measured(step, batch, arguments.seconds)}
+        found["rows"].append(row)
+        print(f"{name:32} {row['images_per_second']:10,.0f} images/s {row['ms']:8.2f} ms")
+        if arguments.json:  # as it comes: a machine may be taken back
+            arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        return row["images_per_second"]
+
+    for case in arguments.cases:
+        size, batch, micro, span, precision, half_weights, beside = CASES[case]
+        name = f"{size} px {precision} {batch}/{micro}/{span}"
+        with one_worker(settings(size, batch, micro, span, precision, half_weights), GPU) as step:
+            ours = note(f"ours {name}", batch, step)
+        torch.cuda.empty_cache()
+        if beside and not arguments.no_rival:
+            torch._dynamo.reset()  # each size has kernels of its own, not ones for all sizes
+            theirs = note(f"rival {size} px bf16 {batch}/{micro}", batch, rival(size, batch, micro))
+            print(f"{'':32} {ours / theirs:10.2f} x")
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""torch.compile by blocks: what repeats in a net is compiled once, and gradients of a block leave
+while backward goes on with the ones before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+# Blocks of one class share a forward, and each shape of them counts: torch's own limit is 8.
+_RECOMPILATIONS = 64
+
+
+def compile_blocks(net: nn.Module) -> Callable[[], None]:
+    """Compile a net's blocks in place, at their first call; returns what undoes it."""
+    blocks = list(_blocks(net)) or [net]
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, _RECOMPILATIONS)
+    for block in blocks:
+        block.compile(dynamic=False)
+
+    def undo() -> None:
+        torch._dynamo.config.recompile_limit = limit
+        for block in blocks:
+            block._compiled_call_impl = None
+
+    return undo
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of sequences that are made of modules themselves, the outermost ones."""
+    in_row = isinstance(module, nn.Sequential | nn.ModuleList)
+    for child in module.children():
+        if in_row and next(child.children(), None) is not None:
+            yield child
+        else:
+            yield from _blocks(child)

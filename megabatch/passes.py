@@ -1,0 +1,170 @@
+"""How a net runs in training: by kernels of our own, compiled, or as it is.
+
+A pass takes one micro-batch from images to loss, counts and batch norm's statistics. Which one a
+run takes follows from its config, its net and the device; all of them leave the net's parameters
+where and what they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from megabatch import kernels
+from megabatch.batchnorm import MovingAverages
+from megabatch.compiling import compile_blocks
+from megabatch.config import Config
+from megabatch.errors import UserError
+from megabatch.models.resnet import ResNet
+from megabatch.precision import HALF, autocast, full_dtype
+from megabatch.sync.control import counts
+
+
+class Found(NamedTuple):
+    """What a pass over a micro-batch gives."""
+
+    loss: Tensor
+    """summed over its images: where backward begins"""
+    counts: Tensor
+    """loss, top-1 and top-5, without gradient, as the control vector has them"""
+    statistics: Tensor
+    """of batch norm, as MovingAverages orders them"""
+
+
+class Pass(Protocol):
+    """The net as it is called in training."""
+
+    @property
+    def how(self) -> str:
+        """In words, for the log; empty for the net as it is."""
+
+    @property
+    def copies(self) -> Mapping[Tensor, Tensor]:
+        """Copies of weights that this pass reads: whoever changes the weights writes them too."""
+
+    def __call__(self, images: Tensor, labels: Tensor) -> Found: ...
+
+    def refresh(self) -> None:
+        """The weights were changed by someone who did not write the copies."""
+
+    def close(self) -> None:
+        """Leave the net as it was."""
+
+
+def choose(config: Config, device: torch.device, net: nn.Module, moving: MovingAverages) -> Pass:
+    """The pass of a run: on a GPU the fastest there is, unless the config says never."""
+    if config.compile != "never" and fusable(config, device, net):
+        return FusedPass(config, net)
+    compiled = config.compile == "always" or (
+        config.compile == "auto" and kernels.available(device) and not config.deterministic
+    )
+    return PlainPass(config, device, net, moving, compiled)
+
+
+def fusable(config: Config, device: torch.device, net: nn.Module) -> bool:
+    """Whether kernels of our own run this net: a bundled ResNet, all of which trains, in half
+    precision, on a chip whose multiprocessors have the room that they were cut for."""
+    return (
+        isinstance(net, ResNet)
+        and config.precision in HALF
+        and all(p.requires_grad for p in net.parameters())
+        and kernels.available(device)
+        and kernels.roomy(device)
+    )
+
+
+class PlainPass:
+    """The net itself, with autocast where the config says so; its blocks compiled, or not."""
+
+    copies: Mapping[Tensor, Tensor] = {}
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        net: nn.Module,
+        moving: MovingAverages,
+        compiled: bool,
+    ) -> None:
+        self._config, self._device, self._net, self._moving = config, device, net, moving
+        self._undo: Callable[[], None] | None = compile_blocks(net) if compiled else None
+        self.how = "compiled by torch: the first steps take a minute or two" if compiled else ""
+
+    def __call__(self, images: Tensor, labels: Tensor) -> Found:
+        config = self._config
+        with autocast(config, self._device):
+            logits = logits_of(self._run(images), labels).to(full_dtype(config))
+        loss = cross_entropy(
+            logits, labels, reduction="sum", label_smoothing=config.label_smoothing
+        )
+        counted = counts(logits.detach(), labels, loss.detach())
+        return Found(loss, counted, self._moving.statistics(counted))
+
+    def _run(self, images: Tensor) -> Any:
+        try:
+            return self._net(images)
+        except Exception as error:
+            if self._undo is None:
+                raise
+            # Whose fault it was shows without the compiler.
+            self.close()
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            print(
+                f"megabatch: torch cannot compile this model ({reason}): it runs as it is, "
+                f"--compile never says so from the start",
+                file=sys.stderr,
+            )
+            return self._net(images)
+
+    def refresh(self) -> None:
+        """There are no copies."""
+
+    def close(self) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+
+class FusedPass:
+    """A ResNet by kernels of our own: batch norm, ReLU and residuals in few passes over memory."""
+
+    how = "by kernels of our own: the first step compiles them, a minute without a cache"
+
+    def __init__(self, config: Config, net: nn.Module) -> None:
+        # Here alone: these files import Triton, which not every machine has.
+        from megabatch.kernels.loss import cross_entropy
+        from megabatch.models.fused import ResNetPass
+
+        self._run = ResNetPass(net, HALF[config.precision], config.span)
+        self._cross_entropy, self._smoothing = cross_entropy, config.label_smoothing
+
+    @property
+    def copies(self) -> Mapping[Tensor, Tensor]:
+        return self._run.halves
+
+    def __call__(self, images: Tensor, labels: Tensor) -> Found:
+        logits, statistics = self._run(images)
+        loss, counted = self._cross_entropy(logits, labels, self._smoothing)
+        return Found(loss, counted, statistics.mean(0))
+
+    def refresh(self) -> None:
+        self._run.refresh()
+
+    def close(self) -> None:
+        """The net was not changed."""
+
+
+def logits_of(output: Any, labels: Tensor) -> Tensor:
+    """What the net gave, if it can be the logits of these images; shapes alone are looked at."""
+    if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(labels):
+        given = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        raise UserError(
+            f"the model gives {given} for {len(labels)} images: training needs one tensor of "
+            f"logits, a row an image and a column a class"
+        )
+    return output

@@ -1,0 +1,148 @@
+"""The training pass by kernels against the plain net: logits, statistics, every gradient; and the
+trainer's step with it. Without a GPU, in Triton's interpreter, where Triton is installed."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from megabatch import passes
+from megabatch.batch import Step
+from megabatch.batchnorm import SpanBatchNorm, use_spans
+from megabatch.cluster import Cluster
+from megabatch.config import Config, Data
+from megabatch.data.loader import MicroBatch
+from megabatch.models.resnet import BasicBlock, Bottleneck, ResNet
+from megabatch.parts import assemble, prepared
+from megabatch.step import train_step
+from megabatch.sync.control import StepNumbers
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+pytest.importorskip("triton", reason="Triton is not installed: the fused pass was not checked")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def exact_convolutions():
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def small(block, strides=(2, 2, 2)):
+    """A ResNet of one block a stage (two in the first), all 64 wide: the interpreter is slow."""
+    torch.manual_seed(0)
+    net = ResNet(block, (2, 1, 1, 1), 10)
+    inputs = 64 * block.expansion
+    for stage, stride in zip((2, 3, 4), strides, strict=True):
+        setattr(net, f"layer{stage}", nn.Sequential(block(inputs, 64, stride)))
+    net.fc = nn.Linear(inputs, 10)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+    return net.to(DEVICE).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("span", [4, 2])
+@pytest.mark.parametrize(
+    "block,wide", [(Bottleneck, True), (Bottleneck, False), (BasicBlock, True)]
+)
+def test_the_pass_is_the_plain_net(block, wide, span):
+    from megabatch.models.fused import ResNetPass
+
+    net = small(block)
+    images = torch.randn(4, 3, 49, 49, device=DEVICE)
+    labels = torch.randint(10, (4,), device=DEVICE)
+    run = ResNetPass(net, torch.float32, span, lambda _: wide)
+    logits, statistics = run(images)
+    nn.functional.cross_entropy(logits, labels).backward()
+
+    exact = small(block).double()
+    use_spans(exact, span)
+    # A view form would be exact too; this is the one that runs on CPUs.
+    nn.functional.cross_entropy(exact(images.double()), labels).backward()
+    norms = [m for m in exact.modules() if isinstance(m, SpanBatchNorm)]
+    wanted = torch.cat([m.statistics.flatten() for m in norms])
+    assert (statistics.mean(0) - wanted).norm() / wanted.norm() < 1e-4
+    for (name, p), q in zip(net.named_parameters(), exact.parameters(), strict=True):
+        assert p.grad.stride() == p.stride(), name
+        distance = (p.grad - q.grad).norm() / q.grad.norm()
+        assert distance < 1e-2, (name, float(distance))
+
+
+CONFIG = Config(
+    model="resnet18",
+    batch=4,
+    micro=2,
+    span=2,
+    # Triton's interpreter cannot multiply in bf16.
+    precision="bf16" if DEVICE.type == "cuda" else "fp16",
+    loss_scale=128.0,
+    label_smoothing=0.1,
+    data=Data("synthetic", size=32, channels=3, classes=10),
+)
+
+
+def well_posed():
+    """Where 32 rows make a statistic: of two, one rounding decides the gradients."""
+    return small(Bottleneck, (2, 1, 1))
+
+
+def steps_of(config, count=2):
+    """Weights and numbers after some steps of the trainer."""
+    cluster = Cluster(0, 1, 0, 1, DEVICE, (1, 1))
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randn(4, 3, 32, 32, generator=draw).to(DEVICE)
+    labels = torch.randint(10, (4,), generator=draw).to(DEVICE)
+    numbers = []
+    with (
+        prepared(config, cluster, 10, well_posed()) as net,
+        assemble(config, cluster, net) as parts,
+    ):
+        for step in range(count):
+            micros = [
+                MicroBatch(images[at : at + 2], labels[at : at + 2], torch.arange(at, at + 2), at)
+                for at in (0, 2)
+            ]
+            result = train_step(parts, micros, 4, lr=0.1, momentum=0.9)
+            read = StepNumbers.unpack(Step(step, 4 * step, 4, 0.0, 0), result.numbers.tolist())
+            numbers.append(read)
+        for weight, copy in parts.copies.items():
+            assert torch.equal(copy, weight.to(copy.dtype))
+        kind = type(parts.run)
+    return kind, {name: t.clone() for name, t in net.state_dict().items()}, numbers
+
+
+@pytest.mark.parametrize("half_weights", [False, True])
+def test_the_trainer_is_as_near_to_fp32_as_with_the_plain_net(half_weights, monkeypatch):
+    half = replace(CONFIG, half_weights=half_weights)
+    full = replace(CONFIG, precision="fp32", compile="never")
+    _, exact, exact_numbers = steps_of(full, 1)
+    _, plain, _ = steps_of(replace(half, compile="never"), 1)
+    monkeypatch.setattr(passes, "fusable", lambda *_: True)
+    kind, fused, numbers = steps_of(half, 1)
+    assert kind is passes.FusedPass and not numbers[0].skipped
+    assert numbers[0].loss == pytest.approx(exact_numbers[0].loss, rel=0.02)
+    first = well_posed().state_dict()
+    names = [name for name, p in first.items() if p.is_floating_point()]
+    for some in ([n for n in names if "running" in n], [n for n in names if "running" not in n]):
+        moved = [
+            torch.cat([(found[n] - first[n]).flatten() for n in some])
+            for found in (exact, plain, fused)
+        ]
+        near, ours = (float((other - moved[0]).norm() / moved[0].norm()) for other in moved[1:])
+        assert ours <= 1.5 * near + 1e-3
+    assert all(torch.equal(fused[name], plain[name]) for name in first.keys() - set(names))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_a_captured_pass_gives_the_same_bits():
+    _, eager, _ = steps_of(replace(CONFIG, graphs="never", deterministic=True), 4)
+    _, graphs, _ = steps_of(replace(CONFIG, graphs="always", deterministic=True), 4)
+    assert all(torch.equal(eager[name], graphs[name]) for name in eager)

@@ -1,0 +1,305 @@
+"""Each kernel of the training pass against its plain twin in float64: forward, every gradient, odd
+shapes. Without a GPU they run in Triton's interpreter, where Triton is installed."""
+
+import os
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy as torch_cross_entropy
+from torch.nn.functional import max_pool2d
+
+from megabatch.batchnorm import normalise as normalise_plain
+from megabatch.optim.lars_step import Settings
+from megabatch.optim.lars_step import update as update_plain
+from megabatch.sync.control import counts as counted
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+pytest.importorskip("triton", reason="Triton is not installed: no kernel was checked")
+
+
+@pytest.fixture(autouse=True)
+def exact_convolutions():
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.fixture
+def device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+CASES = [(4, 64, 5, 5, 2, torch.float32), (6, 40, 7, 3, 2, torch.float32),
+         (4, 96, 6, 6, 4, torch.float16), (3, 64, 9, 9, 1, torch.float32)]  # fmt: skip
+
+
+def close(found, wanted, tolerance):
+    distance = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
+    assert distance < tolerance, float(distance)
+
+
+def drawn(shape, dtype, device, shift=0.0):
+    x = torch.randn(shape, dtype=torch.float64) + shift
+    return x.to(dtype).to(device).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("n,c,h,w,span,dtype", CASES)
+@pytest.mark.parametrize("relu,add", [(True, False), (False, False), (True, True)])
+def test_batchnorm(n, c, h, w, span, dtype, relu, add, device):
+    from megabatch.kernels.span_norm import normalise
+
+    torch.manual_seed(0)
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-3
+    x = drawn((n, c, h, w), dtype, device, shift=3).requires_grad_()
+    residual = drawn((n, c, h, w), dtype, device).requires_grad_() if add else None
+    weight = torch.randn(c, device=device).requires_grad_()
+    bias = torch.randn(c, device=device).requires_grad_()
+    out, statistics = normalise(x, weight, bias, span, relu=relu, residual=residual)
+    inputs = [t for t in (x, weight, bias, residual) if t is not None]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    other = exact[3] if add else None
+    wanted, wanted_statistics = normalise_plain(*exact[:3], span, relu=relu, residual=other)
+    close(out, wanted, tolerance)
+    close(statistics, wanted_statistics, 1e-5)
+    gradient = drawn((n, c, h, w), dtype, device)
+    gradients = torch.autograd.grad(out, inputs, gradient)
+    wanted_gradients = torch.autograd.grad(wanted, exact, gradient.double())
+    for found, right in zip(gradients, wanted_gradients, strict=True):
+        close(found, right, 5 * tolerance)
+
+
+def test_variance_survives_a_large_mean(device):
+    from megabatch.kernels.span_norm import normalise
+
+    torch.manual_seed(0)
+    x = drawn((8, 64, 6, 6), torch.float32, device, shift=300)
+    one, zero = torch.ones(64, device=device), torch.zeros(64, device=device)
+    _, found = normalise(x, one, zero, 4)
+    _, wanted = normalise_plain(x.double(), one.double(), zero.double(), 4)
+    close(found[:, 64:], wanted[:, 64:], 1e-5)
+
+
+def expand_plain(z, weight, gamma, beta, span, eps, identity=None):
+    """Convolution, batch norm by spans, add, ReLU."""
+    y = torch.nn.functional.conv2d(z, weight[:, :, None, None])
+    images, outputs, height, width = y.shape
+    t = y.permute(0, 2, 3, 1).reshape(images // span, span * height * width, outputs)
+    var, mean = torch.var_mean(t, 1, correction=0, keepdim=True)
+    t = (t - mean) * torch.rsqrt(var + eps) * gamma + beta
+    y = t.view(images, height, width, outputs).permute(0, 3, 1, 2)
+    return (y if identity is None else y + identity).relu()
+
+
+@pytest.mark.parametrize("n,w,k,h,span,dtype,kind", [
+    (4, 64, 256, 5, 2, torch.float32, "identity"),
+    (2, 128, 128, 6, 1, torch.float16, "identity"),
+    (3, 64, 128, 9, 3, torch.float32, "none"),
+    (4, 64, 192, 5, 2, torch.float32, "shortcut"),
+])  # fmt: skip
+def test_gram(n, w, k, h, span, dtype, kind, device):
+    from megabatch.kernels import gram
+    from megabatch.kernels.batchnorm_backward import join
+    from megabatch.kernels.gram_backward import expand_backward
+
+    torch.manual_seed(0)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-3
+    z = drawn((n, w, h, h), dtype, device).relu_()
+    weight = (torch.randn(k, w, device=device) / w**0.5).to(dtype)
+    gamma, beta = torch.randn(k, device=device), torch.randn(k, device=device)
+    spans, rows = n // span, span * h * h
+
+    def expansion(x, weights, statistics):
+        sums = x.float().sum((2, 3)).view(spans, span, -1).sum(1)
+        return gram.expansion(
+            gram.gram(x, span), sums, weights, gamma, beta, rows, 1e-5, statistics
+        )
+
+    statistics = torch.empty(spans, 2 * k, device=device)
+    found = expansion(z, weight, statistics)
+    identity = drawn((n, k, h, h), dtype, device) if kind == "identity" else None
+    shortcut = None
+    if kind == "shortcut":
+        x = drawn((n, 128, h, h), dtype, device)
+        other = (torch.randn(k, 128, device=device) / 12).to(dtype)
+        shortcut = (x, other, expansion(x, other, torch.empty_like(statistics)))
+    out = gram.expand(z, weight, found, span, identity, shortcut)
+
+    exact = [t.detach().double().requires_grad_() for t in (z, weight, gamma, beta)]
+    added = None if identity is None else identity.double()
+    if shortcut:
+        y = torch.nn.functional.conv2d(x.double(), other.double()[:, :, None, None])
+        t = y.permute(0, 2, 3, 1).reshape(spans, rows, k)
+        var, mean = torch.var_mean(t, 1, correction=0, keepdim=True)
+        t = (t - mean) * torch.rsqrt(var + 1e-5) * gamma.double() + beta.double()
+        added = t.view(n, h, h, k).permute(0, 3, 1, 2)
+    wanted = expand_plain(*exact, span, 1e-5, added)
+    close(out, wanted, tolerance)
+    y = torch.nn.functional.conv2d(z.double(), weight.double()[:, :, None, None])
+    y = y.permute(0, 2, 3, 1).reshape(spans, rows, k)
+    close(statistics, torch.cat([y.mean(1), y.var(1)], 1), 1e-5)
+
+    gradient = drawn((n, k, h, h), dtype, device)
+    masked, slots = join(gradient, None, out, span)
+    sums = slots.sum(1)
+    gradients = expand_backward(masked, sums, z, weight, found, span)
+    # The mask of the rounded result, as the kernels have it.
+    plain = expand_plain(*exact, span, 1e-5, added)
+    mask = (out > 0).double()
+    right = torch.autograd.grad(plain, exact, gradient.double() * mask)
+    for one, other in zip(gradients, right, strict=True):
+        close(one, other.view_as(one), 5 * tolerance)
+
+
+@pytest.mark.parametrize("stride", [0, 1, 2])
+@pytest.mark.parametrize("h,w", [(6, 6), (7, 5)])
+def test_descend(stride, h, w, device):
+    from megabatch.kernels import pointwise
+
+    torch.manual_seed(0)
+    n, span, inputs, outputs = 4, 2, 64, 192
+    d_y = drawn((n, inputs, h, w), torch.float32, device)
+    weight = torch.randn(inputs, outputs, device=device)
+    mask = drawn((n, outputs, h, w), torch.float32, device).relu_()
+    wanted = torch.nn.functional.conv2d(d_y.double(), weight.double().T[:, :, None, None])
+    added = None
+    if stride:
+        few = ((h - 1) // stride + 1, (w - 1) // stride + 1)
+        added = drawn((n, outputs, *few), torch.float32, device)
+        wanted[:, :, ::stride, ::stride] += added.double()
+    wanted = wanted * (mask > 0)
+    found, slots = pointwise.descend(d_y, weight, mask, span, added, max(stride, 1))
+    close(found, wanted, 1e-5)
+    close(slots.sum(1), wanted.sum((2, 3)).view(2, 2, -1).sum(1), 1e-5)
+
+
+@pytest.mark.parametrize("n,c,h,w,span", [(4, 64, 8, 8, 2), (2, 40, 7, 9, 1), (2, 64, 5, 6, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_stem(n, c, h, w, span, dtype, device):
+    from megabatch.kernels import stem
+    from megabatch.kernels.batchnorm import affine
+
+    torch.manual_seed(0)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-3
+    x = drawn((n, c, h, w), dtype, device)
+    weight, bias = torch.randn(c, device=device), torch.randn(c, device=device)
+    statistics = torch.empty(n // span, 2 * c, device=device)
+    found = affine(x, weight, bias, span, 1e-5, statistics)
+    out, picked, places = stem.pool(x, found, span)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    z, _ = normalise_plain(*exact, span)
+    wanted = max_pool2d(z, 3, 2, 1)
+    close(out, wanted, tolerance)
+    gradient = drawn(out.shape, dtype, device) * (out > 0)
+    gradients = stem.pool_backward(gradient, x, picked, places, found, span)
+    right = torch.autograd.grad(wanted, exact, gradient.double())
+    # In half precision two values of a window may round to one: then another place is as right.
+    for one, other in zip(gradients, right, strict=True):
+        close(one, other, 5 * tolerance if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss(dtype, smoothing, device):
+    from megabatch.kernels.loss import cross_entropy
+
+    torch.manual_seed(0)
+    logits = torch.randn(9, 37, device=device).mul_(3).to(dtype).requires_grad_()
+    labels = torch.randint(37, (9,), device=device)
+    loss, counts = cross_entropy(logits, labels, smoothing)
+    exact = logits.detach().double().requires_grad_()
+    wanted = torch_cross_entropy(exact, labels, reduction="sum", label_smoothing=smoothing)
+    wanted_counts = counted(exact.detach(), labels, wanted.detach())
+    close(loss, wanted, 1e-6)
+    close(counts, wanted_counts, 1e-6)
+    (found,) = torch.autograd.grad(loss / 9, logits)
+    (right,) = torch.autograd.grad(wanted / 9, exact)
+    close(found, right, 1e-5 if dtype == torch.float32 else 1e-3)
+
+
+RULES = [
+    {}, {"form": "pytorch"}, {"nesterov": True}, {"policy": "clip"}, {"policy": "scale"},
+    {"trust": None}, {"trust": None, "form": "pytorch"}, {"correction": 0.5, "eps": 1e-3},
+    {"momentum": 0.0}, {"weight_decay": 0.0}, {"maximize": True},
+]  # fmt: skip
+SETTINGS = Settings(
+    rate=0.3, momentum=0.9, weight_decay=1e-2, trust=0.001, eps=0.0, nesterov=False, form="paper",
+    policy="lars", maximize=False, correction=1.0,
+)  # fmt: skip
+
+
+def lars_case(device):
+    shapes = [(64, 3, 7, 7), (5000,), (17, 31), (4096,), (1,)]
+    weights = [torch.randn(s, device=device) for s in shapes]
+    weights[0] = weights[0].contiguous(memory_format=torch.channels_last)
+    weights[2].zero_()
+    return weights
+
+
+@pytest.mark.parametrize("changed", RULES)
+@pytest.mark.parametrize("good", [None, True, False])
+def test_lars(changed, good, device):
+    from megabatch.kernels.lars import update
+
+    torch.manual_seed(0)
+    weights, settings = lars_case(device), SETTINGS._replace(**changed)
+    buffers = [torch.randn_like(w) for w in weights] if settings.momentum else []
+    # Of a weight in the midst there is no copy.
+    copies = [(i, weights[i].to(torch.float16)) for i in (0, 1, 3, 4)]
+    gate = None if good is None else torch.tensor(good, device=device)
+    twins, twin_buffers = [w.clone() for w in weights], [b.clone() for b in buffers]
+    for _ in range(2):
+        gradients = [torch.randn_like(w) for w in weights]
+        gradients[3].mul_(1e-25)
+        found = update(weights, gradients, buffers, settings, gate, copies)
+        wanted = update_plain(twins, gradients, twin_buffers, settings, gate, [])
+    for weight, twin in zip(weights + buffers, twins + twin_buffers, strict=True):
+        torch.testing.assert_close(weight, twin, rtol=1e-6, atol=5e-7)
+    for i, copy in copies:
+        assert torch.equal(copy, weights[i].half())
+    assert (found is None) == (wanted is None)
+    for one, other in zip(found or [], wanted or [], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+
+def test_lars_takes_other_layouts_and_dtypes(device):
+    """A checkpoint's buffers and another's gradients may lie as they like."""
+    from megabatch.kernels.lars import update
+
+    torch.manual_seed(0)
+    weights = [torch.randn(8, 3, 5, 5, device=device).contiguous(memory_format=torch.channels_last)]
+    buffers = [torch.randn(8, 3, 5, 5, device=device)]
+    twins, twin_buffers = [weights[0].clone()], [buffers[0].clone()]
+    gradients = [torch.randn(8, 3, 5, 5, device=device).half()]
+    update(weights, gradients, buffers, SETTINGS, None, [])
+    update_plain(twins, [gradients[0].float()], twin_buffers, SETTINGS, None, [])
+    torch.testing.assert_close(weights[0], twins[0], rtol=1e-6, atol=5e-7)
+    torch.testing.assert_close(buffers[0], twin_buffers[0], rtol=1e-6, atol=5e-7)
+    assert buffers[0].stride() == weights[0].stride()
+
+
+@pytest.mark.parametrize("n,h,w,span,dtype", [
+    (4, 16, 16, 2, torch.float32), (2, 15, 18, 2, torch.float32), (2, 12, 12, 1, torch.float16),
+])  # fmt: skip
+def test_fold(n, h, w, span, dtype, device):
+    from megabatch.kernels import fold
+    from megabatch.kernels.batchnorm import affine_of_slots
+
+    torch.manual_seed(0)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-3
+    images = torch.randn(n, 3, h, w, device=device)
+    weight = (torch.randn(64, 3, 7, 7, device=device) / 12).to(dtype)
+    exact = [images.to(dtype).double(), weight.double().requires_grad_()]
+    wanted = torch.nn.functional.conv2d(*exact, None, 2, 3)
+    folded = fold.fold(images, dtype)
+    out, slots, cut = fold.convolve(folded, fold.fold_weight(weight), span)
+    close(out, wanted, tolerance)
+    statistics = torch.empty(n // span, 128, device=device)
+    one = torch.ones(64, device=device)
+    affine_of_slots(slots, cut, one, one, 1e-5, statistics)
+    t = wanted.detach().permute(0, 2, 3, 1).reshape(n // span, -1, 64)
+    close(statistics, torch.cat([t.mean(1), t.var(1)], 1), 10 * tolerance)
+    d_y = drawn(wanted.shape, dtype, device)
+    (right,) = torch.autograd.grad(wanted, exact[1], d_y.double())
+    found = fold.unfold_weight(fold.weight_gradient(folded, d_y), 3)
+    close(found, right, 1e-4 if dtype == torch.float32 else 3e-3)
