@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from megabatch.errors import DONE, FAILED, MISTAKE, RunFailed, UserError, nearest
+from megabatch.errors import DONE, FAILED, INTERRUPTED, MISTAKE, RunFailed, UserError, nearest
 from megabatch.launch import WorkerFailed
 from megabatch.version import __version__
 
@@ -22,6 +22,12 @@ VERBS = {
     "export": "take the model with you: safetensors, torchvision, ONNX",
     "predict": "what a run's model sees in an image",
     "doctor": "what works on this machine, what does not, and how to get it",
+}
+
+# What Ctrl-C leaves of a verb's work.
+_KEPT = {
+    "train": ": --resume goes on from the last checkpoint, where there is one",
+    "pack": ": finished parts are kept, and the same command goes on from there",
 }
 
 
@@ -44,11 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     except (RunFailed, WorkerFailed) as error:
         _say(error)
         return FAILED
+    except KeyboardInterrupt:
+        _say(f"ended at once, as asked{_KEPT.get(verb, '')}")
+        return INTERRUPTED
 
 
-def _say(error: Exception) -> None:
+def _say(words: object) -> None:
     """One line, whatever a name in it holds."""
-    print("megabatch:", " ".join(str(error).splitlines()), file=sys.stderr)
+    print("megabatch:", " ".join(str(words).splitlines()), file=sys.stderr)
 
 
 def _help() -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-DONE, FAILED, MISTAKE, STOPPED = 0, 1, 2, 3
-"""exit statuses; STOPPED: on request, with a good checkpoint"""
+DONE, FAILED, MISTAKE, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
+"""exit statuses; STOPPED: on request, with a good checkpoint; INTERRUPTED: at once, as shells say
+it of Ctrl-C"""
 
 
 class UserError(ValueError):

@@ -22,9 +22,27 @@ from megabatch.errors import RunFailed, UserError
 # Imports only; neither CUDA nor OpenMP survives a fork, so no tensor is touched there.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.optim", "megabatch.training"]
 
+_TWICE_SECONDS = 0.5
+
 
 class WorkerFailed(RuntimeError):
     """A local worker failed; the message names it and holds its own words."""
+
+
+class StopAsked:
+    """Whether a run was asked to stop. One Ctrl-C may arrive twice, from the terminal and from who
+    started this process, so only what comes well after the first is a second."""
+
+    def __init__(self) -> None:
+        self.when: float | None = None
+
+    def ask(self) -> bool:
+        """Whether this is the first time; a second ends the run at once."""
+        now, first = time.monotonic(), self.when is None
+        if self.when is not None and now - self.when >= _TWICE_SECONDS:
+            raise KeyboardInterrupt
+        self.when = self.when or now
+        return first
 
 
 def run_local(workers: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -32,7 +50,7 @@ def run_local(workers: int, function: Callable[..., Any], *arguments: Any) -> An
 
     Returns what worker 0 returned. SIGTERM and SIGINT are passed on to the workers. When one fails
     the others are ended and its error is raised here: a UserError as such, anything else as
-    WorkerFailed.
+    WorkerFailed. Asked twice to stop, they are ended at once and KeyboardInterrupt is raised.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -81,6 +99,8 @@ def _results(processes: list[Any], pipes: list[Connection]) -> list[Any]:
                 code = processes[rank].exitcode
                 how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
                 raise WorkerFailed(f"{who} ended {how}")
+            if kind == "interrupted":
+                raise KeyboardInterrupt
             if kind == "explained":
                 raise RunFailed(value)
             if kind == "mistake":
@@ -133,6 +153,8 @@ def _work(
         say("mistake", str(error))
     except RunFailed as error:
         say("explained", str(error))
+    except KeyboardInterrupt:
+        say("interrupted", None)
     except BaseException:
         say("failure", traceback.format_exc())
     pipe.close()
@@ -147,7 +169,10 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _pass_on_signals(processes: list[Any]) -> Iterator[None]:
+    asked = StopAsked()
+
     def pass_on(number: int, frame: object) -> None:
+        asked.ask()
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)

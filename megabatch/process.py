@@ -12,6 +12,7 @@ import torch
 
 from megabatch.cluster import Cluster
 from megabatch.config import Config
+from megabatch.launch import StopAsked
 
 
 @contextlib.contextmanager
@@ -42,16 +43,23 @@ def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and Ctrl-C only raise a flag here; the control vector tells the other workers."""
-    asked: list[int] = []
+def stop_requests(speaks: bool) -> Iterator[Callable[[], bool]]:
+    """SIGTERM and Ctrl-C only raise a flag here; the control vector tells the other workers. Asked
+    again, a run ends at once, as KeyboardInterrupt."""
+    asked = StopAsked()
+
+    def ask(number: int, frame: object) -> None:
+        if asked.ask() and speaks:
+            # Not print(): the signal may have come while something was being printed.
+            os.write(2, b"stopping after this step, with a checkpoint; again ends it at once\n")
+
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in numbers}
+    before = {number: signal.signal(number, ask) for number in numbers}
     try:
-        yield lambda: bool(asked)
+        yield lambda: asked.when is not None
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)

@@ -27,8 +27,9 @@ from megabatch.process import compute_settings, stop_requests
 from megabatch.runs import checkpoint
 from megabatch.runs.diagnosis import diagnosis
 from megabatch.runs.folder import RunFolder, State
-from megabatch.runs.loggers import Log, show_table
-from megabatch.runs.verdict import Clock, Facts
+from megabatch.runs.loggers import Log
+from megabatch.runs.progress import counted, counting, say, to_people
+from megabatch.runs.verdict import Clock, Facts, idle_workers
 from megabatch.step import DelayedNumbers, score, train_step
 from megabatch.sync.control import StepNumbers
 
@@ -75,25 +76,35 @@ def train(
     """
     config = _checked(config, model, data)
     cluster = cluster or Cluster.from_env()
+    log = Log(config, quiet or not cluster.first)
     with contextlib.ExitStack() as ending:
         ending.enter_context(compute_settings(config, cluster))
-        stop_asked = ending.enter_context(stop_requests())
+        stop_asked = ending.enter_context(stop_requests(cluster.first and not quiet))
+        log.say(f"reading the images: {config.data.path or config.data.source}")
         train_set, val_set = open_sources(config, data, cluster)
         images, total = len(train_set), config.epochs * len(train_set)
+        log.say(f"building the model: {config.model}")
         net = ending.enter_context(prepared(config, cluster, train_set.classes, model))
         parts = ending.enter_context(assemble(config, cluster, net, own=model is not None))
         folder = RunFolder(None if out is None else Path(out), config, cluster)
         state = folder.begin(resume, parts)
+        if train_set.class_names:
+            folder.write("classes.json", list(train_set.class_names))
 
-        if cluster.first and not quiet:
-            show_table(config.derived(images, cluster.world), f"megabatch train {config.name}")
-        log = Log(config, images, folder.for_log, quiet or not cluster.first)
+        log.table(config.derived(images, cluster.world), f"megabatch train {config.name}")
+        log.begin(images, state.seen, folder.for_log)
         ending.callback(log.close)
         loader = Loader(train_set, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
         facts = _facts(config, cluster, train_set, loader)
         for note in (*train_set.notes, *filter(None, [parts.run.how])):
             log.say(note)
+        if (
+            idle := idle_workers(
+                config.batch, config.micro, cluster.world, ", or a smaller --micro"
+            )
+        ) is not None:
+            log.say(idle)
         if state.seen:
             log.say(f"resumed at step {state.steps}, epoch {state.seen / images:.2f}")
         delayed, clock = DelayedNumbers(state.pending), Clock(state.seconds)
@@ -127,9 +138,9 @@ def train(
             paused = time.perf_counter()
             if ended == "finished" and (last or _due(step.epoch, epoch, config.eval_every)):
                 with parts.average.in_place():
-                    state.evaluation = score(
-                        net, loader.validation(), loader.validation_images, config, cluster
-                    )
+                    held_out = loader.validation_images
+                    watched = log.evaluating(loader.validation(), held_out, cluster.world)
+                    state.evaluation = score(net, watched, held_out, config, cluster)
                 log.evaluation(state.steps, state.seen, epoch, state.evaluation)
                 log.layers(step.index, state.seen, parts.layers(), config.ratio_band)
                 target = config.target_accuracy
@@ -144,6 +155,7 @@ def train(
                 waits = clock.lap(loader.waited_seconds, loader.busy_seconds, loader.core_seconds)
                 log.verdict(state.steps, state.seen, waits, facts)
 
+        log.whole()
         seconds, training_seconds = clock.seconds, clock.training_seconds
         state.pending = delayed.state()
         folder.save(state, parts, seconds)
@@ -176,11 +188,13 @@ def evaluate(
     data: Any = None,
     *,
     cluster: Cluster | None = None,
+    quiet: bool = True,
 ) -> dict[str, Any]:
     """Top-1, top-5 and loss of a run's newest checkpoint; every worker of the cluster calls it.
 
     A run of your own module or data needs them again; the module then holds what was evaluated, the
-    average of the weights where the run kept one.
+    average of the weights where the run kept one. Unless `quiet`, the first worker says on standard
+    error how far it is.
     """
     written = Path(run) / "config.json"
     if not written.exists():
@@ -200,8 +214,10 @@ def evaluate(
     if found is None:
         raise UserError(f"{run} has no good checkpoint to evaluate")
     cluster = cluster or Cluster.from_env()
+    console = to_people(quiet or not cluster.first)
     with contextlib.ExitStack() as ending:
         ending.enter_context(compute_settings(config, cluster))
+        say(console, f"reading the images: {config.data.path or config.data.source}")
         _, val_set = open_sources(config, data, cluster, training=False)
         net = ending.enter_context(prepared(config, cluster, val_set.classes, model))
         ending.enter_context(halved(net, config))
@@ -209,7 +225,12 @@ def evaluate(
         put_averages(net, checkpoint.load_extra(found))
         loader = Loader(None, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
-        result = score(net, loader.validation(), loader.validation_images, config, cluster)
+        held_out = loader.validation_images
+        if (idle := idle_workers(held_out, config.micro, cluster.world)) is not None:
+            say(console, idle)
+        told = ending.enter_context(counting("evaluating", console))
+        watched = counted(loader.validation(), held_out, cluster.world, told)
+        result = score(net, watched, held_out, config, cluster)
     seen = checkpoint.seen(found)
     return {**result, "seen": seen, "checkpoint": str(found), "world": cluster.world}
 
@@ -219,10 +240,12 @@ def _facts(config: Config, cluster: Cluster, source: Source, loader: Loader) -> 
     return Facts(
         threads=loader.threads,
         cores=max(1, len(os.sched_getaffinity(0)) // cluster.local_world),
+        cores_here=len(os.sched_getaffinity(0)),
         size=config.data.size,
         packed=config.data.kind == "pack",
         stored_size=source.stored_size,
         world=cluster.world,
+        over_loopback=cluster.local_world == cluster.world and cluster.device.type == "cpu",
         micros_a_worker=config.batch / config.micro / cluster.world,
         wire=config.wire,
         deterministic=config.deterministic,

@@ -269,4 +269,4 @@ def _show(rows: list[Row]) -> None:
             for v, unit in ((row.of_limit, ""), (row.of_dataloader, " x"))
         ]
         table.add_row(row.images, row.loader, f"{row.rate:,.0f}", *shares)
-    Console(stderr=True).print(table)
+    Console().print(table)

@@ -83,6 +83,7 @@ def run(arguments: list[str]) -> int:
     if any(micro < 1 for micro in flags.micro):
         raise UserError(f"--micro is {' '.join(map(str, flags.micro))}; give 1 image and more")
     rows = []
+    print(f"measuring {flags.model} on {device}", file=sys.stderr, flush=True)
     for micro in flags.micro:
         data = Data("synthetic", size=size, channels=channels, classes=classes)
         config = Config(
@@ -98,7 +99,7 @@ def run(arguments: list[str]) -> int:
         with one_worker(config, torch.device(device)) as train:
             rate = micro / time_of(train, flags.seconds, device)
         rows.append({"model": flags.model, "micro": micro, "images_per_second": rate})
-        print(f"{flags.model} micro {micro:5d}  {rate:12,.1f} images/s", file=sys.stderr)
+        print(f"{flags.model} micro {micro:5d}  {rate:12,.1f} images/s", flush=True)
     update(flags.out, {"compute": rows, "host": host(device), "sources": {"compute": _how(flags)}})
     print(f"written to {flags.out}", file=sys.stderr)
     if flags.json:

@@ -66,6 +66,8 @@ class SyncFlags:
 
 def run(arguments: list[str]) -> int:
     flags = parse(SyncFlags, "bench sync", arguments)
+    if not under_launcher():
+        print(f"starting {flags.workers} workers", file=sys.stderr, flush=True)
     report = measure(flags) if under_launcher() else run_local(flags.workers, measure, flags)
     if report is not None:
         _show(report)
@@ -186,7 +188,7 @@ def _show(report: dict[str, Any]) -> None:
     for above, below in ((BEST, AUTO), (BACKEND, AUTO), (AUTO, AUTO_HALF), (LIMIT, AUTO)):
         cells = [f"{seconds[above, nbytes] / seconds[below, nbytes]:.2f}" for nbytes in sizes]
         table.add_row(f"{above} / {below}", *cells, style="bold")
-    Console(stderr=True).print(table)
+    Console().print(table)
 
 
 def _size(nbytes: int) -> str:

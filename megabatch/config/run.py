@@ -203,7 +203,16 @@ class Config:
         ]
         rows.append(("steps in all", f"{steps:,}", f"until {self.epochs:g} x {images} are seen"))
         rows.append(("images in all", f"{seen:,}", "sum of the batches"))
+        rows.append(("evaluation sees", *self._evaluation_sees()))
         return rows
+
+    def _evaluation_sees(self) -> tuple[str, str]:
+        data = self.data
+        share = data.evaluation_share if data.kind in ("pack", "folder") else None
+        if share is None:
+            return "all", "whole images, as training does"
+        how = f"{data.size} / {data.resize}" if data.resize else "7 / 8, for training crops"
+        return f"{100 * share:.3g} %", f"of the shorter side, in the middle: {how}"
 
     # --- contradictions ------------------------------------------------------------------------
 

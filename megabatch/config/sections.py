@@ -56,7 +56,8 @@ class Data:
     lighting: float = setting(0.0, least=0, most=10)
     """strength of random light along the principal components of ImageNet's colours (0.1, say)"""
     resize: int = setting(0, least=0, most=100_000)
-    """for evaluation: shorter side before the centre crop (0: size * 8 / 7)"""
+    """for evaluation: shorter side before the centre crop (0: whole images where training sees
+    whole images, otherwise size * 8 / 7)"""
     threads: int = setting(0, least=0, most=1024, may_change=True)
     """threads or processes a worker decodes images with (0: its share of the cores)"""
     processes: Literal["auto", "always", "never"] = setting("auto", may_change=True)
@@ -78,6 +79,15 @@ class Data:
             return self.source
         packed = self.path.endswith(".arrow") or os.path.isfile(self.path)
         return "pack" if packed and ".tar" not in self.path else "folder"
+
+    @property
+    def evaluation_share(self) -> float | None:
+        """Of the shorter side, the square in the middle that evaluation sees; None: whole images,
+        as training does."""
+        if self.resize:
+            return min(1.0, self.size / self.resize)
+        whole = self.crop_area[0] == 1 and self.scale == (0, 0)
+        return None if whole else 7 / 8
 
     def __post_init__(self) -> None:
         self.check()

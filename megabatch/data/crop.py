@@ -62,14 +62,8 @@ def random_boxes(
     left = numpy.floor(draws[:, -2] * (widths - w + 1))
     upper = numpy.floor(draws[:, -1] * (heights - h + 1))
 
-    aspect = numpy.clip(widths / heights, *data.crop_aspect)
-    spare_w = numpy.minimum(widths, numpy.rint(heights * aspect))
-    spare_h = numpy.minimum(heights, numpy.rint(widths / aspect))
-    found = fits.any(1)
-    w, h = numpy.where(found, w, spare_w), numpy.where(found, h, spare_h)
-    left = numpy.where(found, left, (widths - w) // 2)
-    upper = numpy.where(found, upper, (heights - h) // 2)
-    return _boxes(left, upper, w, h)
+    drawn = _boxes(left, upper, w, h)
+    return numpy.where(fits.any(1)[:, None], drawn, _largest_boxes(data, heights, widths))
 
 
 def scale_boxes(
@@ -86,10 +80,21 @@ def scale_boxes(
 
 
 def centre_boxes(data: Data, heights: NDArray[Any], widths: NDArray[Any]) -> Boxes:
-    """The centre crop of evaluation: a square of size / resize of the shorter side."""
-    share = min(1.0, data.size / (data.resize or data.size * 8 / 7))
+    """The centre crop of evaluation: a square of a share of the shorter side, or what training sees
+    where that is whole images."""
+    if data.evaluation_share is None:
+        return _largest_boxes(data, heights, widths)
+    share = data.evaluation_share
     side = numpy.maximum(1, numpy.rint(numpy.minimum(heights, widths) * share))
     return _boxes((widths - side) // 2, (heights - side) // 2, side, side)
+
+
+def _largest_boxes(data: Data, heights: NDArray[Any], widths: NDArray[Any]) -> Boxes:
+    """The largest centred boxes whose aspect is within the bounds: whole images, mostly."""
+    aspect = numpy.clip(widths / heights, *data.crop_aspect)
+    w = numpy.minimum(widths, numpy.rint(heights * aspect))
+    h = numpy.minimum(heights, numpy.rint(widths / aspect))
+    return _boxes((widths - w) // 2, (heights - h) // 2, w, h)
 
 
 def _boxes(left: Any, upper: Any, w: Any, h: Any) -> Boxes:

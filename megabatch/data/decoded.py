@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -62,10 +63,12 @@ class Decoded(Source):
         classes: int,
         left_out: tuple[int, ...] = (),
         notes: tuple[str, ...] = (),
+        class_names: Sequence[str] = (),
     ) -> None:
         self.data, self.records, self.chosen = data, records, chosen
         self.labels, self.classes = labels, classes
         self.left_out, self.notes = left_out, notes
+        self.class_names = tuple(class_names)
         self.mean: tuple[float, ...]
         self.std: tuple[float, ...]
         self.mean, self.std = _COLOUR if data.channels == 3 else _GREY
@@ -87,7 +90,14 @@ class Decoded(Source):
     def of(self, records: Records) -> Decoded:
         """The same images, from other records."""
         return Decoded(
-            self.data, records, self.chosen, self.labels, self.classes, self.left_out, self.notes
+            self.data,
+            records,
+            self.chosen,
+            self.labels,
+            self.classes,
+            self.left_out,
+            self.notes,
+            self.class_names,
         )
 
     def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:

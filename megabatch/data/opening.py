@@ -132,6 +132,7 @@ def open_stored(
                 len(origin.classes),
                 tuple(left_out),
                 (*origin.notes, *([f"left out {_named(origin, bad)}"] if bad else [])),
+                origin.classes,
             )
         )
     return sources[0], sources[1]
@@ -197,9 +198,9 @@ def _open_pack(config: Config) -> tuple[Decoded, Decoded]:
         if first == last:
             raise PackError(f"the pack {data.path} has no {part} images: pack it again")
     labels = torch.from_numpy(pack.labels.astype(numpy.int64))
-    records, classes = FromPack(pack), len(pack.about.classes)
+    records, names = FromPack(pack), pack.about.classes
     train, val = (
-        Decoded(data, records, chosen, labels[chosen], classes)
+        Decoded(data, records, chosen, labels[chosen], len(names), class_names=names)
         for chosen in (torch.arange(*pack.about.splits[part]) for part in ("train", "val"))
     )
     return train, val
@@ -249,7 +250,7 @@ def digits(data: Data) -> Memory:
     if data.size != 8:
         images = interpolate(images, size=(data.size, data.size), mode="bilinear")
     images = images.round().to(torch.uint8).repeat(1, data.channels, 1, 1)
-    return Memory(images, torch.from_numpy(bunch.target).long(), classes=10)
+    return Memory(images, torch.from_numpy(bunch.target).long(), 10, tuple("0123456789"))
 
 
 def synthetic(config: Config, drawn_on: torch.device) -> Memory:

@@ -41,6 +41,8 @@ class Source(Protocol):
     """unreadable images that are passed over, by their number in the origin"""
     notes: tuple[str, ...] = ()
     """what a user should know of the images, a line each"""
+    class_names: tuple[str, ...] = ()
+    """by label; empty where they are not known"""
 
     classes: int
     mean: tuple[float, ...]
@@ -78,8 +80,11 @@ class Memory(Source):
 
     instant = True
 
-    def __init__(self, images: Tensor, labels: Tensor, classes: int) -> None:
+    def __init__(
+        self, images: Tensor, labels: Tensor, classes: int, class_names: tuple[str, ...] = ()
+    ) -> None:
         self.images, self.labels, self.classes = images, labels, classes
+        self.class_names = class_names
         channels = images.shape[1]
         self.mean, self.std = (0.5,) * channels, (0.25,) * channels
 
@@ -110,7 +115,7 @@ class Subset(Source):
     def __init__(self, source: Source, indices: Tensor) -> None:
         self._source, self._indices = source, indices
         self.classes, self.mean, self.std = source.classes, source.mean, source.std
-        self.instant = source.instant
+        self.instant, self.class_names = source.instant, source.class_names
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -185,7 +190,8 @@ class OwnData(Source):
                 )
         if len(dataset) == 0:
             raise UserError(f"{title} is empty: give a data set with images")
-        self.classes = _count_classes(dataset) or data.classes
+        self.class_names = _class_names(dataset)
+        self.classes = len(self.class_names) or data.classes
         first, _ = self._item(0)
         self._shape = self._shape or tuple(first.shape)
 
@@ -282,13 +288,13 @@ class OwnData(Source):
         return UserError(f"item {index} of {self._title} {how}")
 
 
-def _count_classes(dataset: Any) -> int:
-    """As torchvision's and Hugging Face's data sets say it (0: they do not)."""
+def _class_names(dataset: Any) -> tuple[str, ...]:
+    """As torchvision's and Hugging Face's data sets say it (none: they do not)."""
     features = getattr(dataset, "features", None)
     listed = [getattr(dataset, "classes", None)]
     if isinstance(features, Mapping):
         listed += [getattr(features[key], "names", None) for key in _LABEL_KEYS if key in features]
-    return next((len(names) for names in listed if names), 0)
+    return next((tuple(map(str, names)) for names in listed if names), ())
 
 
 def _one_hot(values: Any) -> bool:

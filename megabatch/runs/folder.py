@@ -89,7 +89,10 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             written.write_text(self._config.to_json())
-            _write_json(self.path / "environment.json", {**environment(), "process": mark()})
+            _write_json(
+                self.path / "environment.json",
+                {**environment(), "world": self._cluster.world, "process": mark()},
+            )
         except OSError as error:
             raise UserError(
                 f"the run folder {self.path} cannot be written: {error.strerror}"
@@ -111,7 +114,7 @@ class RunFolder:
             assert self.path is not None
             checkpoint.save(self.path / "checkpoints", saved, asdict(state), self._config.keep)
 
-    def write(self, name: str, record: dict[str, Any]) -> None:
+    def write(self, name: str, record: dict[str, Any] | list[str]) -> None:
         if self._writes:
             assert self.path is not None
             _write_json(self.path / name, record)
@@ -121,5 +124,5 @@ class RunFolder:
         return self.path if self._writes else None
 
 
-def _write_json(path: Path, record: dict[str, Any]) -> None:
+def _write_json(path: Path, record: dict[str, Any] | list[str]) -> None:
     path.write_text(json.dumps(record, indent=2) + "\n")

@@ -12,17 +12,28 @@ import math
 import platform
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+from torch import Tensor
 
 from megabatch.config import Config
-from megabatch.runs.verdict import Facts, Waits, verdict
+from megabatch.runs.progress import (
+    Bar,
+    Lines,
+    Pace,
+    Shown,
+    Standing,
+    counted,
+    say,
+    to_people,
+)
+from megabatch.runs.verdict import Facts, Verdicts, Waits
 from megabatch.sync.control import StepNumbers
 from megabatch.version import __version__
 
@@ -30,49 +41,50 @@ Band = tuple[float, float]
 
 
 class Log:
-    """The run's record. `out` None: nothing is written; `quiet`: nothing is shown."""
+    """The run's record and its voice: it speaks from the start, and writes once it has begun.
+    `quiet`: nothing is said."""
 
-    def __init__(self, config: Config, images: int, out: Path | None, quiet: bool) -> None:
-        self._config, self._images = config, images
-        self._console = Console(stderr=True, quiet=quiet)
+    def __init__(self, config: Config, quiet: bool) -> None:
+        self._config = config
+        self._console = to_people(quiet)
         self._file: TextIO | None = None
         self._board: Any = None
-        self._progress: Progress | None = None
+        self._shown: Shown | None = None
+        self._images = self._first_seen = 0
+        self._pace, self._verdicts = Pace(), Verdicts()
         self._began = self._last = time.monotonic()
+
+    def begin(self, images: int, seen: int, out: Path | None) -> None:
+        """The first step is next, of a run over so many images an epoch that has seen some already;
+        with `out` None nothing is written."""
         if out is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._file = (out / "metrics.jsonl").open("a")
             self._board = SummaryWriter(out / "tensorboard")
-        if self._console.is_terminal and not quiet:
-            self._progress = Progress(
-                TextColumn("epoch {task.fields[epoch]:.1f}/{task.fields[epochs]:g}"),
-                BarColumn(bar_width=12),
-                TextColumn("{task.percentage:3.0f}%  batch {task.fields[batch]}"),
-                TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} images/s"),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._bar = self._progress.add_task(
-                "train",
-                total=config.epochs * images,
-                epoch=0.0,
-                epochs=config.epochs,
-                batch=config.batch,
-                loss=0.0,
-                rate=0.0,
-            )
-            self._progress.start()
+        self._images, self._first_seen = images, seen
+        if self._console.is_terminal and not self._console.quiet:
+            self._shown = Bar(self._console, self._config.epochs, self._config.epochs * images)
+        elif not self._console.quiet:
+            self._shown = Lines(self._console)
+        self._began = self._last = time.monotonic()
 
     def say(self, words: str) -> None:
-        # No markup: the words may hold names of files, brackets and all.
-        self._console.print(words, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, words)
+
+    def table(self, rows: list[tuple[str, str, str]], title: str) -> None:
+        """The derived numbers with their formulas."""
+        table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
+        table.add_column("", style="bold")
+        table.add_column("", justify="right")
+        table.add_column("", style="dim")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        self._console.print(table)
 
     def step(self, numbers: StepNumbers, noise_scale: float | None) -> None:
         now, step, square = time.monotonic(), numbers.step, numbers.gradient_square
-        rate = step.batch / max(now - self._last, 1e-9)
-        self._last = now
+        took, self._last = max(now - self._last, 1e-9), now
         record: dict[str, Any] = {
             "step": step.index,
             "seen": step.seen + step.batch,
@@ -83,22 +95,40 @@ class Log:
             "lr": self._config.lr_at(step.epoch, step.batch),
             "momentum": self._config.momentum_at(step.stage),
             "batch": step.batch,
-            "images_per_second": rate,
+            "images_per_second": step.batch / took,
             "gradient_norm": math.sqrt(square) if square >= 0 else None,
             "noise_scale": noise_scale,
             "loss_scale": numbers.loss_scale,
             "skipped": numbers.skipped,
         }
         self._write("train", record)
-        if self._progress is not None:
-            self._progress.update(
-                self._bar,
-                completed=record["seen"],
-                epoch=record["seen"] / self._images,
-                batch=step.batch,
-                loss=numbers.loss,
-                rate=rate,
-            )
+        if self._shown is not None:
+            if step.seen > self._first_seen:  # the first step also starts and compiles things
+                self._pace.add(step.batch, took)
+            self._shown.show(self._standing(record, now - self._began))
+
+    def _standing(self, record: dict[str, Any], seconds: float) -> Standing:
+        seen = record["seen"]
+        to_come = max(0.0, self._config.epochs * self._images - seen)
+        return Standing(
+            step=record["step"] + 1,
+            seen=seen,
+            epoch=seen / self._images,
+            batch=record["batch"],
+            loss=record["loss"],
+            lr=record["lr"],
+            images_per_second=self._pace.images_per_second or record["images_per_second"],
+            seconds=seconds,
+            left=to_come * seconds / (seen - self._first_seen),
+        )
+
+    def evaluating(
+        self, micro_batches: Iterable[tuple[Tensor, Tensor]], images: int, world: int
+    ) -> Iterable[tuple[Tensor, Tensor]]:
+        """The same micro-batches; who watches sees how far the evaluation is."""
+        if self._shown is None:
+            return micro_batches
+        return counted(micro_batches, images, world, self._shown.evaluating())
 
     def evaluation(self, step: int, seen: int, epoch: float, result: dict[str, float]) -> None:
         self._write("evaluation", {"step": step, "seen": seen, "epoch": epoch, **result})
@@ -109,9 +139,17 @@ class Log:
         self._last = time.monotonic()
 
     def verdict(self, step: int, seen: int, waits: Waits, facts: Facts) -> None:
-        """What the epoch waited for."""
+        """What the epoch waited for; said only where that is news."""
         self._write("waits", {"step": step, "seen": seen, **asdict(waits)})
-        self.say(f"              {verdict(waits, facts)}")
+        words = self._verdicts.hear(waits, facts)
+        if words is not None:
+            self.say(words)
+
+    def whole(self) -> None:
+        """What the whole run waited for, if that is worth a line."""
+        words = self._verdicts.summary()
+        if words is not None:
+            self.say(words)
 
     def layers(
         self, step: int, seen: int, layers: dict[str, tuple[float, float, float]], band: Band
@@ -139,8 +177,8 @@ class Log:
                 self._board.add_scalar(f"{place}/{name}", value, record["seen"])
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._shown is not None:
+            self._shown.close()
         if self._file is not None:
             self._file.close()
             self._board.close()
@@ -162,17 +200,6 @@ def drop_after(path: Path, seen: int, first_step: int) -> None:
         if record["step"] < first_step if record["kind"] == "train" else record["seen"] <= seen:
             kept.append(line + "\n")
     path.write_text("".join(kept))
-
-
-def show_table(rows: list[tuple[str, str, str]], title: str) -> None:
-    """The derived numbers with their formulas, on standard error."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("", style="bold")
-    table.add_column("", justify="right")
-    table.add_column("", style="dim")
-    for row in rows:
-        table.add_row(*row)
-    Console(stderr=True).print(table)
 
 
 def environment() -> dict[str, Any]:

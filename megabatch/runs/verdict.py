@@ -1,7 +1,8 @@
-"""The verdict: what an epoch waited for, in one line, from measured waits, with the advice that
+"""The verdict: what a run waits for, in one line, from measured waits, with the advice that
 follows.
 
-The core is a pure function, waits and facts in, words out; `Clock` collects the waits of an epoch.
+The core is a pure function, waits and facts in, a verdict out; `Clock` collects the waits of an
+epoch, and `Verdicts` says what of them is news.
 Time in which the training loop waited neither for images nor for other workers counts as compute.
 """
 
@@ -15,6 +16,12 @@ from typing import Literal
 
 _NOTABLE = 0.05
 """a share below this is not worth changing anything for"""
+_STILL = 0.5
+"""what was waited for most still counts as that at half the share of what is now, or of notable"""
+_ENOUGH_SECONDS = 20.0
+"""shorter than this is no measurement to change anything for"""
+_SUMMARY_SECONDS = 5.0
+"""a shorter run needs no word on where its time went"""
 _SPARE = 1.1
 """threads for a tenth more than was needed on average: images differ"""
 _IN_THE_WAY = 0.5
@@ -39,6 +46,16 @@ class Waits:
     on_cores: float | None = None
     """how much of that on a core or waiting for one, and not for storage (None: not known)"""
 
+    def __add__(self, other: Waits) -> Waits:
+        known = self.on_cores is not None and other.on_cores is not None
+        return Waits(
+            self.seconds + other.seconds,
+            self.input + other.input,
+            self.communication + other.communication,
+            self.reading + other.reading,
+            (self.on_cores or 0.0) + (other.on_cores or 0.0) if known else None,
+        )
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -50,10 +67,14 @@ class Facts:
     """that a worker may use"""
     size: int
     """of the images the model sees"""
+    cores_here: int = 1
+    """that all workers of the machine may use together"""
     packed: bool = False
     stored_size: int | None = None
     """shortest side the pack was made with (0: untouched; None: no JPEG pack)"""
     world: int = 1
+    over_loopback: bool = False
+    """the workers are processes of one machine and compute on its cores"""
     micros_a_worker: float = 1.0
     """micro-batches a step, on average"""
     wire: str = "fp32"
@@ -62,28 +83,36 @@ class Facts:
     """who decodes the images: processes, threads or nobody"""
 
 
+Bound = Literal["input", "communication", "compute"]
+
+
 @dataclass(frozen=True)
 class Verdict:
-    bound: Literal["input", "communication", "compute"]
+    bound: Bound
     share: float
     """of the time"""
     advice: str
+    """empty: there is none"""
 
     def __str__(self) -> str:
-        words = f"{self.bound}-bound {self.share:.0%}".replace("%", " %")
-        return f"{words}: {self.advice}"
+        return f"{self.bound}-bound {_percent(self.share)}"
 
 
-def verdict(waits: Waits, facts: Facts) -> Verdict:
-    """What the epoch waited for most, and what to do about it."""
+def verdict(waits: Waits, facts: Facts, before: Bound = "compute") -> Verdict:
+    """What is waited for most, and what to do about it; `before` is what it was until now, which
+    has to change clearly to be another."""
     total = max(waits.seconds, 1e-9)
-    shares = {"input": waits.input / total, "communication": waits.communication / total}
+    shares: dict[Bound, float] = {
+        "input": waits.input / total,
+        "communication": waits.communication / total,
+    }
     worst = max(shares, key=lambda name: shares[name])
-    if shares[worst] < _NOTABLE:
+    if before in shares and shares[before] >= _STILL * max(shares[worst], _NOTABLE):
+        worst = before
+    elif shares[worst] < _NOTABLE:
         return Verdict("compute", max(0.0, 1 - sum(shares.values())), _compute_advice(waits, facts))
-    if worst == "input":
-        return Verdict("input", shares["input"], _input_advice(waits, facts))
-    return Verdict("communication", shares["communication"], _communication_advice(facts))
+    advice = _input_advice(waits, facts) if worst == "input" else _communication_advice(facts)
+    return Verdict(worst, shares[worst], advice)
 
 
 def _compute_advice(waits: Waits, facts: Facts) -> str:
@@ -91,7 +120,7 @@ def _compute_advice(waits: Waits, facts: Facts) -> str:
     hidden = waits.reading / max(waits.seconds, 1e-9)
     if facts.readers == "threads" and hidden > _IN_THE_WAY:
         return "part of it is decoding in threads of this process: try --data.processes always"
-    return "nothing to wait for"
+    return ""
 
 
 def _input_advice(waits: Waits, facts: Facts) -> str:
@@ -116,12 +145,73 @@ def _input_advice(waits: Waits, facts: Facts) -> str:
 
 
 def _communication_advice(facts: Facts) -> str:
+    if facts.over_loopback and facts.world > facts.cores_here:
+        return (
+            f"{facts.world} workers share {facts.cores_here} "
+            f"core{'s' if facts.cores_here > 1 else ''}: fewer (--workers {facts.cores_here}) "
+            f"wait less for each other"
+        )
     ways: list[str] = []
-    if facts.wire == "fp32" and not facts.deterministic:
+    if facts.wire == "fp32" and not facts.deterministic and not facts.over_loopback:
         ways.append("send gradients as fp16 (--plan torus --wire fp16)")
     if facts.micros_a_worker < 4:
         ways.append(f"use a larger batch or fewer than {facts.world} workers")
-    return " or ".join(ways) or "try another plan: megabatch bench sync measures them all"
+    if not ways and not facts.over_loopback:
+        ways.append("try another plan: megabatch bench sync measures them all")
+    return " or ".join(ways)
+
+
+class Verdicts:
+    """What of an epoch's waits is news: a bound that is another than before, advice the first time
+    it applies. Epochs that are too short to measure are taken together."""
+
+    def __init__(self) -> None:
+        self._bound: Bound = "compute"
+        self._advised: set[Bound] = set()
+        self._lately = self._ever = Waits(0.0, 0.0, 0.0, on_cores=0.0)
+
+    def hear(self, waits: Waits, facts: Facts) -> str | None:
+        """A line, or nothing to say."""
+        self._ever, self._lately = self._ever + waits, self._lately + waits
+        if self._lately.seconds < _ENOUGH_SECONDS:
+            return None
+        found = verdict(self._lately, facts, self._bound)
+        self._lately = Waits(0.0, 0.0, 0.0, on_cores=0.0)
+        fresh = found.advice != "" and found.bound not in self._advised
+        if found.bound == self._bound and not fresh:
+            return None
+        self._bound = found.bound
+        if fresh:
+            self._advised.add(found.bound)
+        return f"{found}: {found.advice}" if fresh else str(found)
+
+    def summary(self) -> str | None:
+        """Where the time of the run went; nothing where hardly any of it was waited for."""
+        total = self._ever.seconds
+        waited = {
+            "for images": self._ever.input / max(total, 1e-9),
+            "for other workers": self._ever.communication / max(total, 1e-9),
+        }
+        parts = [f"{_percent(share)} {what}" for what, share in waited.items() if share >= _NOTABLE]
+        if total < _SUMMARY_SECONDS or not parts:
+            return None
+        return f"of {total:.0f} s of training the first worker waited {', '.join(parts)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def idle_workers(images: int, micro: int, world: int, or_else: str = "") -> str | None:
+    """A warning where there is not a micro-batch for every worker; `or_else`: another way out."""
+    micros = -(-images // micro)
+    if micros >= world:
+        return None
+    work = f"{micros} micro-batch{'es' if micros > 1 else ''} of {micro}"
+    return (
+        f"warning: {world - micros} of {world} workers idle, for {images:,} images are {work}: use "
+        f"--workers {micros}{or_else}"
+    )
 
 
 class Clock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from megabatch.doctor import examine, verdict
 from megabatch.doctor.finding import Finding
 from megabatch.errors import DONE, FAILED
 from megabatch.verbs.parsing import parse
+from megabatch.verbs.writing import say
 
 STYLES = {"works": "green", "limited": "yellow", "missing": "dim", "stops": "bold red"}
 
@@ -26,10 +26,11 @@ class DoctorFlags:
 
 def run(arguments: list[str]) -> int:
     flags = parse(DoctorFlags, "doctor", arguments)
+    say("looking at this machine: some seconds", progress=True)
     findings = examine()
     works, sentence = verdict(findings)
-    Console(stderr=True).print(_table(findings))
-    print(f"megabatch: {sentence}", file=sys.stderr)
+    Console().print(_table(findings))
+    print(f"megabatch: {sentence}", flush=True)
     if flags.json:
         result = {"works": works, "verdict": sentence, "findings": [asdict(f) for f in findings]}
         print(json.dumps(result), flush=True)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
 from megabatch.cluster import Cluster
 from megabatch.errors import DONE
 from megabatch.verbs.parsing import parse
+from megabatch.verbs.workers import on_workers
+from megabatch.verbs.writing import say
 
 
 @dataclass(frozen=True)
 class EvaluateFlags:
     run: tyro.conf.Positional[str]
     """the folder of a run"""
+    workers: int | None = None
+    """local workers (None: one a GPU, or one without a GPU; under a launcher: the launcher's)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute"""
     json: bool = False
@@ -26,19 +29,23 @@ class EvaluateFlags:
 
 def run(arguments: list[str]) -> int:
     flags = parse(EvaluateFlags, "evaluate", arguments)
-    from megabatch.training import evaluate
-
-    cluster = Cluster.from_env(device=flags.device)
-    try:
-        result = evaluate(flags.run, cluster=cluster)
-    finally:
-        cluster.leave()
-    if cluster.first:
-        print(
+    first, result = on_workers(flags.workers, flags.device, 1, evaluate_here, flags)
+    if first:
+        say(
             f"top-1 {result['top1']:.2%}, top-5 {result['top5']:.2%}, loss {result['loss']:.4f} "
-            f"after {result['seen']:,} images",
-            file=sys.stderr,
+            f"after {result['seen']:,} images"
         )
         if flags.json:
             print(json.dumps(result), flush=True)
     return DONE
+
+
+def evaluate_here(flags: EvaluateFlags) -> tuple[bool, dict[str, Any]]:
+    """The work of one worker: whether it is the first, and the result."""
+    from megabatch.training import evaluate
+
+    cluster = Cluster.from_env(device=flags.device)
+    try:
+        return cluster.first, evaluate(flags.run, cluster=cluster, quiet=False)
+    finally:
+        cluster.leave()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,9 @@ from typing import Any
 import tyro
 
 from megabatch.errors import DONE, FAILED, UserError
+from megabatch.runs.progress import counting, to_people
 from megabatch.verbs.parsing import parse
+from megabatch.verbs.writing import say
 
 _SHOWN = 20
 
@@ -89,11 +89,12 @@ def _pack(flags: PackFlags, threads: int) -> tuple[int, dict[str, Any]]:
     from megabatch.data.packing import pack
 
     source, out = Path(flags.source), Path(flags.out)
+    say(f"looking through {source}", progress=True)
     origin = open_origin(source)
     for note in origin.notes:
-        print(note, file=sys.stderr)
+        say(note, progress=True)
     encoding = Encoding("raw" if flags.raw else "jpeg", flags.size, flags.quality)
-    with _bar("packing") as progress:
+    with counting("packing", to_people()) as progress:
         packed = pack(
             origin,
             source.resolve().name,
@@ -121,14 +122,14 @@ def _pack(flags: PackFlags, threads: int) -> tuple[int, dict[str, Any]]:
         )
         return FAILED, result
     parts = ", ".join(f"{count:,} {name}" for name, count in packed.splits.items())
-    print(f"{packed.path}: {parts} images, {packed.nbytes / 1e6:,.1f} MB", file=sys.stderr)
+    say(f"{packed.path}: {parts} images, {packed.nbytes / 1e6:,.1f} MB")
     return DONE, result
 
 
 def _verify(path: Path, threads: int) -> tuple[int, dict[str, Any]]:
     from megabatch.data.packfile import verify
 
-    with _bar("verifying") as progress:
+    with counting("verifying", to_people()) as progress:
         found = verify(path, threads, progress)
     _list("is damaged", found.bad)
     result = {"file": str(path), "images": found.images, "bad": found.bad, "frame": found.frame}
@@ -137,27 +138,12 @@ def _verify(path: Path, threads: int) -> tuple[int, dict[str, Any]]:
         if found.frame:
             print(f"megabatch: {found.frame}", file=sys.stderr)
         return FAILED, result
-    print(f"{path}: all {found.images:,} images are good", file=sys.stderr)
+    say(f"{path}: all {found.images:,} images are good")
     return DONE, result
 
 
 def _list(what: str, bad: list[tuple[str, str]]) -> None:
     for name, reason in bad[:_SHOWN]:
-        print(f"  {name} {what}: {reason}", file=sys.stderr)
+        say(f"  {name} {what}: {reason}", progress=True)
     if len(bad) > _SHOWN:
-        print(f"  and {len(bad) - _SHOWN} more (--json lists them all)", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn("left"))
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        say(f"  and {len(bad) - _SHOWN} more (--json lists them all)", progress=True)

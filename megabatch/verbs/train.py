@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from megabatch import recipes
-from megabatch.cluster import Cluster, under_launcher
+from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.errors import DONE, STOPPED, UserError
-from megabatch.launch import run_local
 from megabatch.verbs.parsing import parse, parse_some
-
-MOST_WORKERS = 1024  # of one machine: more are a slip of the finger
+from megabatch.verbs.workers import on_workers
+from megabatch.verbs.writing import say
 
 
 @dataclass(frozen=True)
@@ -65,16 +61,7 @@ def run(arguments: list[str]) -> int:
         raise UserError("--resume needs --out: name the folder of the run that is to go on")
     out = launch.out or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     call = (config, launch.device, launch.grid, out, launch.resume)
-    if under_launcher():
-        if launch.workers is not None:
-            raise UserError("--workers starts local workers, but a launcher has started these")
-        first, summary = train_here(*call)
-    else:
-        workers = _local_workers(launch.device) if launch.workers is None else launch.workers
-        if not 1 <= workers <= MOST_WORKERS:
-            raise UserError(f"--workers is {workers}; give 1 to {MOST_WORKERS}")
-        once = workers == 1
-        first, summary = train_here(*call) if once else run_local(workers, train_here, *call)
+    first, summary = on_workers(launch.workers, launch.device, 4, train_here, *call)
     if first:
         _say(summary)
         if launch.json:
@@ -111,28 +98,17 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
     return config, flags.launch
 
 
-def _local_workers(device: str) -> int:
-    """One worker a GPU, counted without loading CUDA here; four where there is none."""
-    if device == "cpu":
-        return 4
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name]) or 4
-    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or 4
-
-
 def _say(summary: dict[str, Any]) -> None:
     how = {
         "finished": "finished",
         "target": "reached the target",
         "stopped": "stopped on request (--resume goes on)",
     }[summary["ended"]]
-    print(
+    say(
         f"{how}: top-1 {summary['top1']:.2%}, {summary['steps']:,} steps, "
         f"{summary['seen']:,} images in {summary['seconds']:.1f} s "
         f"({summary['images_per_second']:,.0f} images/s) "
-        f"on {summary['world']} worker{'s' if summary['world'] > 1 else ''}; {summary['out']}",
-        file=sys.stderr,
+        f"on {summary['world']} worker{'s' if summary['world'] > 1 else ''}; {summary['out']}"
     )
 
 

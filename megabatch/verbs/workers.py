@@ -1,0 +1,50 @@
+"""Local workers of a verb: how many, and that they are being started, said before anything is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megabatch.cluster import place_by, under_launcher
+from megabatch.errors import UserError
+from megabatch.launch import run_local
+from megabatch.verbs.writing import say
+
+MOST_WORKERS = 1024  # of one machine: more are a slip of the finger
+
+
+def on_workers(
+    asked: int | None, device: str, without_gpu: int, function: Callable[..., Any], *arguments: Any
+) -> Any:
+    """function(*arguments) on so many local workers, or here where a launcher started this process.
+
+    None asked for: one a GPU, `without_gpu` where there is none. Returns what the first returned.
+    """
+    if under_launcher():
+        if asked is not None:
+            raise UserError("--workers starts local workers, but a launcher has started these")
+        place = place_by(os.environ)
+        if place.rank == 0:
+            say(f"joining {_workers(place.world)}", progress=True)
+        return function(*arguments)
+    workers = gpus(device) or without_gpu if asked is None else asked
+    if not 1 <= workers <= MOST_WORKERS:
+        raise UserError(f"--workers is {workers}; give 1 to {MOST_WORKERS}")
+    say(f"starting {_workers(workers)}, which load torch first", progress=True)
+    return function(*arguments) if workers == 1 else run_local(workers, function, *arguments)
+
+
+def _workers(count: int) -> str:
+    return f"{count:,} worker{'s' if count > 1 else ''}"
+
+
+def gpus(device: str) -> int:
+    """How many GPUs there are to use, counted without loading CUDA here."""
+    if device == "cpu":
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
