@@ -58,7 +58,7 @@ def run_local(workers: int, function: Callable[..., Any], *arguments: Any) -> An
     pipes: list[Connection] = []
     with (
         tempfile.TemporaryDirectory(prefix="megabatch-") as folder,
-        _pass_on_signals(processes),
+        _pass_on_signals(processes, workers),
         contextlib.ExitStack() as ending,
     ):
         ending.callback(_end, processes)
@@ -168,11 +168,13 @@ def _end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _pass_on_signals(processes: list[Any]) -> Iterator[None]:
+def _pass_on_signals(processes: list[Any], workers: int) -> Iterator[None]:
     asked = StopAsked()
 
     def pass_on(number: int, frame: object) -> None:
         asked.ask()
+        if len(processes) < workers:  # nobody has begun, and one to come would not hear of it
+            raise KeyboardInterrupt
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)

@@ -64,7 +64,8 @@ def test_train_prints_one_json_object_last(finished):
     } <= set(summary)  # fmt: skip
     assert summary["world"] == 2
     assert summary["out"] == str(out)
-    assert len(result.stdout.splitlines()) == 1
+    line, _ = result.stdout.splitlines()
+    assert line.startswith(f"finished: top-1 {summary['top1']:.2%}")
 
 
 def test_progress_and_the_table_go_to_standard_error(finished):
@@ -77,12 +78,26 @@ def test_progress_and_the_table_go_to_standard_error(finished):
     ):
         assert words in result.stderr
     assert re.search(r"epoch +1\.\d\d +top-1", result.stderr)
+    assert result.stderr.splitlines()[:3] == [
+        "starting 2 workers, which load torch first",
+        "reading the images: digits",
+        "building the model: small",
+    ]
+
+
+def test_a_run_says_what_its_classes_and_workers_were(finished):
+    out, _ = finished
+    assert json.loads((out / "classes.json").read_text()) == list("0123456789")
+    assert json.loads((out / "environment.json").read_text())["world"] == 2
 
 
 def test_evaluate_finds_what_train_reported(finished):
     out, result = finished
-    found = last_json(megabatch("evaluate", out, "--json"))
-    summary = last_json(result)
+    alone, on_three = (megabatch("evaluate", out, "--workers", n, "--json") for n in (1, 3))
+    found, summary = last_json(alone), last_json(result)
+    assert alone.stdout.splitlines()[0] == on_three.stdout.splitlines()[0]
+    assert last_json(on_three) == {**found, "world": 3}
+    assert alone.stdout.startswith(f"top-1 {found['top1']:.2%}, top-5 ")
     assert {k: found[k] for k in ("top1", "top5", "loss", "seen")} == {
         k: summary[k] for k in ("top1", "top5", "loss", "seen")
     }
@@ -146,7 +161,7 @@ def test_a_signal_leaves_a_checkpoint_and_the_rest_is_as_if_nothing_happened(
     assert command.returncode == 3, stderr
     stopped = json.loads(stdout.splitlines()[-1])
     assert stopped["ended"] == "stopped"
-    assert "--resume" in stderr
+    assert "--resume" in stdout
     again = megabatch(
         "train", "digits", *flags, "--workers", 2, "--out", tmp_path / "run", "--resume"
     )
@@ -155,6 +170,26 @@ def test_a_signal_leaves_a_checkpoint_and_the_rest_is_as_if_nothing_happened(
     assert stopped["seen"] < resumed["seen"]
     alone = megabatch("train", "digits", *flags, "--workers", 1, "--out", tmp_path / "alone")
     assert resumed["weights_sha256"] == last_json(alone)["weights_sha256"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_before_there_is_anything_to_save_ends_a_run_at_once(tmp_path, workers):
+    command = subprocess.Popen(
+        [*MEGABATCH, "train", "digits", "--workers", str(workers), "--out", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert command.stderr.readline().startswith(f"starting {workers} worker")
+    os.killpg(command.pid, signal.SIGINT)  # as a terminal does it: to everyone
+    stdout, stderr = command.communicate(timeout=120)
+    assert (command.returncode, stdout) == (130, ""), stderr
+    assert stderr.splitlines()[-1] == (
+        "megabatch: ended at once, as asked: --resume goes on from the last checkpoint, where "
+        "there is one"
+    )
+    assert "Traceback" not in stderr
 
 
 def test_a_folder_of_images(tmp_path):

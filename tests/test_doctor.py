@@ -63,8 +63,7 @@ def test_a_machine_that_works_with_broken_things_that_do_not_matter(tmp_path):
     assert parts["open files"]["state"] == "limited"
     for finding in said["findings"]:
         assert (finding["costs"] == "") == (finding["state"] == "works"), finding
-        assert finding["part"] in result.stderr
-    assert len(result.stdout.splitlines()) == 1
+        assert finding["part"] in result.stdout
     assert "scikit-learn" in said["verdict"]
 
 
@@ -78,7 +77,7 @@ def test_a_machine_that_does_not(tmp_path):
     assert result.returncode == 1
     said, parts = by_part(result)
     assert said["works"] is False
-    assert result.stderr.splitlines()[-1] == f"megabatch: {said['verdict']}"
+    assert result.stdout.splitlines()[-2] == f"megabatch: {said['verdict']}"
     assert said["verdict"].startswith("training cannot work here: torch: cannot be imported: OSErr")
     assert "libc10.so" in said["verdict"] and "safetensors" in said["verdict"]
     assert parts["torch"]["state"] == parts["safetensors"]["state"] == "stops"

@@ -232,3 +232,37 @@ def meet():
     cluster = Cluster.from_env(device="cpu")
     cluster.barrier()
     cluster.leave()
+
+
+def test_a_second_ctrl_c_ends_workers_that_do_not_heed_the_first(tmp_path):
+    """The first reaches a worker twice, from the terminal and from the launcher, and is one."""
+    call = f"run_local(2, tests.hear_and_go_on, {str(tmp_path)!r})"
+    with launcher(call, stderr=subprocess.PIPE, start_new_session=True) as parent:
+        workers = pids(tmp_path, 2)
+        os.killpg(parent.pid, signal.SIGINT)
+        heard = [tmp_path / f"heard-{rank}" for rank in range(2)]
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not all(path.exists() for path in heard):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert parent.poll() is None and all(map(running, workers))
+        os.killpg(parent.pid, signal.SIGINT)
+        _, said = parent.communicate(timeout=PATIENCE_SECONDS)
+    assert gone(workers, PATIENCE_SECONDS)
+    assert said.splitlines()[-1] == "KeyboardInterrupt"
+    assert "WorkerFailed" not in said
+
+
+def hear_and_go_on(folder):
+    from megabatch.process import stop_requests
+
+    with stop_requests(speaks=False) as asked:
+        note_pid(Path(folder))
+        while not asked():
+            time.sleep(0.01)
+        # What comes later than this is a second request.
+        ends = time.monotonic() + 0.7
+        while time.monotonic() < ends:
+            time.sleep(0.05)
+        (Path(folder) / f"heard-{os.environ['RANK']}").touch()
+        time.sleep(10 * PATIENCE_SECONDS)

@@ -12,7 +12,7 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.loader import Loader
 from megabatch.data.source import Memory
-from megabatch.runs.verdict import Clock, Facts, Waits, verdict
+from megabatch.runs.verdict import Clock, Facts, Verdicts, Waits, idle_workers, verdict
 
 FACTS = Facts(threads=4, cores=8, size=224)
 
@@ -153,8 +153,76 @@ def test_advice_on_communication():
     assert str(verdict(waits, exact)).endswith("megabatch bench sync measures them all")
 
 
+def test_advice_for_workers_of_one_machine_is_not_that_for_a_cluster():
+    waits = Waits(seconds=100, input=0, communication=52)
+    laptop = replace(FACTS, world=4, cores=1, cores_here=2, over_loopback=True)
+    assert str(verdict(waits, laptop)) == (
+        "communication-bound 52 %: 4 workers share 2 cores: fewer (--workers 2) wait less for each "
+        "other"
+    )
+    roomy = replace(laptop, cores_here=16)
+    assert verdict(waits, roomy).advice == "use a larger batch or fewer than 4 workers"
+    assert verdict(waits, replace(roomy, micros_a_worker=8)).advice == ""
+
+
+BOUND = Waits(seconds=100, input=31, communication=0, reading=10)
+FREE = Waits(seconds=100, input=1, communication=0, reading=10)
+
+
+def said(*epochs, facts=FACTS):
+    verdicts = Verdicts()
+    return [verdicts.hear(waits, facts) for waits in epochs]
+
+
+def test_a_verdict_is_said_when_it_changes_and_its_advice_once():
+    advice = "pack at --size 256"
+    lines = said(FREE, BOUND, BOUND, BOUND, FREE, FREE, BOUND, BOUND)
+    assert lines == [
+        None, f"input-bound 31 %: {advice}", None, None, "compute-bound 99 %", None,
+        "input-bound 31 %", None,
+    ]  # fmt: skip
+
+
+def test_a_share_about_the_threshold_does_not_flicker():
+    above, below = replace(FREE, input=5.1), replace(FREE, input=4.9)
+    assert [line is not None for line in said(above, below, above, below)] == [True] + 3 * [False]
+    one, other = Waits(100, 21, 20), Waits(100, 20, 21)
+    assert [line is not None for line in said(one, other, one, other)] == [True] + 3 * [False]
+
+
+def test_short_epochs_are_taken_together():
+    short = Waits(seconds=9, input=3, communication=0)
+    lines = said(*5 * [short])
+    assert [line is not None for line in lines] == [False, False, True, False, False]
+
+
+def test_a_summary_says_what_was_waited_for_if_it_was():
+    verdicts = Verdicts()
+    assert verdicts.summary() is None
+    for waits in (BOUND, replace(FREE, communication=49)):
+        verdicts.hear(waits, FACTS)
+    assert verdicts.summary() == (
+        "of 200 s of training the first worker waited 16 % for images, 24 % for other workers"
+    )
+    free = Verdicts()
+    free.hear(FREE, FACTS)
+    assert free.summary() is None
+
+
+@pytest.mark.parametrize(("images", "world", "idle"), [(64, 4, 0), (64, 5, 1), (65, 5, 0)])
+def test_workers_without_a_micro_batch_are_warned_of(images, world, idle):
+    words = idle_workers(images, 16, world, ", or a smaller --micro")
+    if not idle:
+        assert words is None
+    else:
+        assert words == (
+            "warning: 1 of 5 workers idle, for 64 images are 4 micro-batches of 16: use --workers "
+            "4, or a smaller --micro"
+        )
+
+
 def test_small_waits_are_not_worth_a_word():
-    assert str(verdict(Waits(100, 3, 4), FACTS)) == "compute-bound 93 %: nothing to wait for"
+    assert str(verdict(Waits(100, 3, 4), FACTS)) == "compute-bound 93 %"
     assert verdict(Waits(0, 0, 0), FACTS).bound == "compute"
 
 
@@ -164,8 +232,7 @@ def test_decoding_that_is_in_the_way_of_computing_is_named():
     assert str(verdict(waits, facts)).startswith("compute-bound 99 %: part of it is decoding")
     assert str(verdict(waits, facts)).endswith("try --data.processes always")
     idle = replace(waits, reading=2)
-    assert str(verdict(idle, facts)).endswith(": nothing to wait for")
-    assert str(verdict(waits, FACTS)).endswith(": nothing to wait for")
+    assert verdict(idle, facts).advice == verdict(waits, FACTS).advice == ""
 
 
 def test_a_clock_starts_afresh_with_each_epoch():

@@ -94,8 +94,12 @@ class Verdict:
     advice: str
     """empty: there is none"""
 
-    def __str__(self) -> str:
+    @property
+    def measured(self) -> str:
         return f"{self.bound}-bound {_percent(self.share)}"
+
+    def __str__(self) -> str:
+        return f"{self.measured}: {self.advice}" if self.advice else self.measured
 
 
 def verdict(waits: Waits, facts: Facts, before: Bound = "compute") -> Verdict:
@@ -183,7 +187,7 @@ class Verdicts:
         self._bound = found.bound
         if fresh:
             self._advised.add(found.bound)
-        return f"{found}: {found.advice}" if fresh else str(found)
+        return str(found) if fresh else found.measured
 
     def summary(self) -> str | None:
         """Where the time of the run went; nothing where hardly any of it was waited for."""

@@ -89,7 +89,8 @@ def _pack(flags: PackFlags, threads: int) -> tuple[int, dict[str, Any]]:
     from megabatch.data.packing import pack
 
     source, out = Path(flags.source), Path(flags.out)
-    say(f"looking through {source}", progress=True)
+    if source.is_dir():
+        say(f"looking through {source}", progress=True)
     origin = open_origin(source)
     for note in origin.notes:
         say(note, progress=True)
