@@ -7,6 +7,7 @@ from importlib import import_module
 
 from megabatch.errors import DONE, FAILED, INTERRUPTED, MISTAKE, RunFailed, UserError, nearest
 from megabatch.launch import WorkerFailed
+from megabatch.verbs.examples import show_examples
 from megabatch.version import __version__
 
 # Each verb is a module of megabatch.verbs with a function run(arguments) -> exit status.
@@ -61,6 +62,7 @@ def _say(words: object) -> None:
 
 
 def _help() -> int:
+    show_examples("")
     print("usage: megabatch VERB ...\n")
     for verb, says in VERBS.items():
         print(f"  {verb:10} {says}")

@@ -1,5 +1,7 @@
 """The command end to end: each verb, exit statuses, one sentence for every mistake."""
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -14,7 +16,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megabatch.cli import main
+from megabatch import models, recipes
+from megabatch.cli import VERBS, main
 
 MEGABATCH = [sys.executable, "-m", "megabatch.cli"]
 QUICK = ["--epochs", "1", "--device", "cpu"]
@@ -170,6 +173,34 @@ def test_a_signal_leaves_a_checkpoint_and_the_rest_is_as_if_nothing_happened(
     assert stopped["seen"] < resumed["seen"]
     alone = megabatch("train", "digits", *flags, "--workers", 1, "--out", tmp_path / "alone")
     assert resumed["weights_sha256"] == last_json(alone)["weights_sha256"]
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS, "train digits", "plan digits", "bench step"])
+def test_help_begins_with_an_example_that_the_verb_understands(verb, capsys):
+    with contextlib.suppress(SystemExit):
+        main([*verb.split(), "--help"])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first in ("example:", "examples:")
+    for line in itertools.takewhile(str.strip, lines):
+        assert line.startswith(f"  megabatch {verb.partition(' ')[0]}")
+        words = line.split()[1:]
+        unknown = set(re.findall(r"--[a-z.-]+", line)) - set(_flags(words, capsys))
+        assert not unknown, (line, unknown)
+
+
+def _flags(words, capsys):
+    """The flags that the help of an example's verb lists."""
+    depth = 2 if words[0] in ("train", "plan", "bench") and len(words) > 1 else 1
+    with contextlib.suppress(SystemExit):
+        main([*words[:depth], "--help"])
+    return re.findall(r"--[a-z.-]+", capsys.readouterr().out)
+
+
+def test_help_of_train_lists_recipes_and_models(capsys):
+    assert main(["train", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in (*recipes.RECIPES, *models.names()))
+    assert all(len(line) <= 80 for line in said.splitlines())
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import megabatch as mb
 from megabatch.batch import Stage, count_steps
-from megabatch.config import Config, LearningRate, OptimizerConfig
+from megabatch.config import Config, Data, LearningRate, OptimizerConfig
 from megabatch.config.settings import check_value, settings_of
 from megabatch.errors import UserError
 from megabatch.recipes import RECIPES
@@ -322,3 +322,16 @@ def test_every_recipe_is_consistent_and_says_how_to_run_it(name):
 def test_an_unknown_recipe_is_named():
     with pytest.raises(UserError, match="did you mean digits"):
         mb.recipes.named("digit")
+
+
+def test_the_table_says_what_evaluation_sees():
+    def sees(**settings):
+        config = Config(data=Data(path="pictures", size=224, channels=3, **settings))
+        return next(row[1:] for row in config.derived(1000, 1) if row[0] == "evaluation sees")
+
+    assert sees() == ("all", "whole images, as training does")
+    cropped = "of the shorter side, in the middle: "
+    assert sees(crop_area=(0.08, 1.0)) == ("87.5 %", cropped + "7 / 8, for training crops")
+    assert sees(resize=256) == ("87.5 %", cropped + "224 / 256")
+    digits = Config(data=Data(crop_area=(0.5, 1.0)))  # in memory nothing is cropped
+    assert digits.derived(1000, 1)[-1][1] == "all"

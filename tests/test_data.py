@@ -75,6 +75,32 @@ def test_random_boxes_are_the_rule_applied_to_each_image(sizes, position, area):
     ]
 
 
+def test_evaluation_sees_what_training_sees_where_that_is_whole_images():
+    heights, widths = numpy.array([30, 30, 40, 30]), numpy.array([30, 40, 30, 90])
+    draws = crop_draws(0, torch.arange(4))
+    whole = Data(size=16)
+    seen = choose_boxes(whole, heights, widths, None)
+    assert (seen == choose_boxes(whole, heights, widths, draws)).all()
+    assert seen.tolist() == [[0, 0, 30, 30], [0, 0, 40, 30], [0, 0, 30, 40], [25, 0, 65, 30]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "side"),
+    [
+        ({"crop_area": (0.08, 1.0)}, 28),
+        ({"scale": (32, 40)}, 28),
+        ({"resize": 20}, 26),
+        ({"resize": 16}, 32),
+        ({"resize": 10}, 32),
+    ],
+)
+def test_evaluation_crops_the_middle_where_training_crops_or_it_is_told_to(settings, side):
+    data = Data(size=16, **settings)
+    left, upper, right, lower = choose_boxes(data, numpy.array([32]), numpy.array([64]), None)[0]
+    assert (right - left, lower - upper) == (side, side)
+    assert (left, upper) == ((64 - side) // 2, (32 - side) // 2)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 700), st.integers(1, 700), st.integers(0, 10**6))
 def test_scale_and_centre_boxes_lie_inside_and_are_square(height, width, position):

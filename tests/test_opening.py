@@ -57,6 +57,25 @@ def test_hidden_files_are_passed_over_and_others_are_named(tmp_path):
     assert open_sources(config_of(root))[0].notes[1] == "1 class without images: dog [x]"
 
 
+def test_the_names_of_classes_are_known_from_folders_packs_and_data_sets(tmp_path):
+    root = pictures.folder(tmp_path / "set", each=4, val=0)
+    (root / "bee").rename(root / "[/b] bee")
+    names = tuple(open_origin(root).classes)
+    assert "[/b] bee" in names
+    packed = pack(open_origin(root), "set", tmp_path / "a.arrow", Encoding("jpeg", 0, 90))
+    own = [(torch.zeros(3, 12, 12), 0)] * 20
+    named = type("Named", (list,), {"classes": ["cat", "dog"]})(own)
+    for config, data, known in (
+        (config_of(root), None, names),
+        (config_of(packed.path), None, names),
+        (CONFIG, named, ("cat", "dog")),
+        (CONFIG, own, ()),
+        (replace(CONFIG, data=Data("digits")), None, tuple("0123456789")),
+        (replace(CONFIG, data=Data("synthetic")), None, ()),
+    ):
+        assert [part.class_names for part in open_sources(config, data)] == [known, known]
+
+
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "BMP", "TIFF", "PNG"])
 def test_other_kinds_of_pictures_are_read_and_packed(tmp_path, kind):
     root = pictures.folder(tmp_path / "set", each=4, val=0)

@@ -52,7 +52,7 @@ class Config:
     name: str = setting("custom")
     """what the run is called"""
     model: str = setting("small")
-    """one of the bundled models"""
+    """one of the bundled models, which megabatch train --help lists"""
     epochs: float = setting(20.0, above=0, most=EPOCHS)
     """passes over the training images"""
     batch: int = setting(256, least=1, most=IMAGES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from megabatch.errors import DONE, UserError, nearest
+from megabatch.verbs.examples import show_examples
 
 BENCHES: dict[str, str] = {
     "sync": "every plan by size against the backend and a bare TCP ring, for machine.json",
@@ -16,6 +17,7 @@ BENCHES: dict[str, str] = {
 def run(arguments: list[str]) -> int:
     what = arguments[0] if arguments else "--help"
     if what in ("-h", "--help"):
+        show_examples("bench")
         print("usage: megabatch bench WHAT [OPTIONS]\n")
         for name, says in BENCHES.items():
             print(f"  {name:10} {says}")

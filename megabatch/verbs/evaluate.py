@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -17,7 +17,7 @@ from megabatch.verbs.writing import say
 
 @dataclass(frozen=True)
 class EvaluateFlags:
-    run: tyro.conf.Positional[str]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """the folder of a run"""
     workers: int | None = None
     """local workers (None: one a GPU, or one without a GPU; under a launcher: the launcher's)"""

@@ -18,6 +18,7 @@ from tyro import _errors as mistakes
 
 from megabatch.batch import Stage
 from megabatch.errors import UserError, nearest
+from megabatch.verbs.examples import show_examples
 
 Flags = TypeVar("Flags")
 
@@ -25,7 +26,10 @@ Flags = TypeVar("Flags")
 def parse(
     kind: type[Flags], words: str, arguments: list[str], default: Flags | None = None
 ) -> Flags:
-    """The flags of `megabatch WORDS ...` as an instance of a dataclass."""
+    """The flags of `megabatch WORDS ...` as an instance of a dataclass; help begins with an
+    example."""
+    if "-h" in arguments or "--help" in arguments:
+        show_examples(words.split()[0])
     with mistakes.on_parse_error(functools.partial(_refuse, kind)):
         flags: Flags = tyro.cli(kind, prog=f"megabatch {words}", args=arguments, **_how(default))
         return flags

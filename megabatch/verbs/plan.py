@@ -22,6 +22,7 @@ from megabatch.planner.run import Forecast, Job
 from megabatch.planner.search import Comparison, advice, candidates, compare, enough, wire_of
 from megabatch.report import tables
 from megabatch.report.plain import fastest, text
+from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse
 
 
@@ -181,6 +182,7 @@ def _published(flags: PublishedFlags) -> int:
 
 
 def _help() -> int:
+    show_examples("plan")
     print(
         "usage: megabatch plan RECIPE [OPTIONS]\n       megabatch plan published|today\n\nrecipes:"
     )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from megabatch import recipes
+from megabatch import models, recipes
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.errors import DONE, STOPPED, UserError
+from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.workers import on_workers
 from megabatch.verbs.writing import say
@@ -113,8 +115,12 @@ def _say(summary: dict[str, Any]) -> None:
 
 
 def _help() -> int:
+    show_examples("train")
     print("usage: megabatch train RECIPE|RUN/config.json [OPTIONS]\n\nrecipes:")
     for name, recipe in recipes.RECIPES.items():
-        print(f"  {name:18} {(recipe.__doc__ or '').strip().splitlines()[0]}")
+        says = (recipe.__doc__ or "").strip().splitlines()[0]
+        print(textwrap.fill(f"  {name:18} {says}", 80, subsequent_indent=" " * 21))
+    print("\nmodels (--model):")
+    print(textwrap.indent(textwrap.fill(", ".join(models.names()), 76), "  "))
     print("\nmegabatch train RECIPE --help lists the options with the recipe's values.")
     return DONE
