@@ -80,7 +80,8 @@ def test_evaluation_sees_what_training_sees_where_that_is_whole_images():
     draws = crop_draws(0, torch.arange(4))
     whole = Data(size=16)
     seen = choose_boxes(whole, heights, widths, None)
-    assert (seen == choose_boxes(whole, heights, widths, draws)).all()
+    # A drawn aspect may fit but for rounding: then a row of pixels is missing.
+    assert abs(seen - choose_boxes(whole, heights, widths, draws)).max() <= 1
     assert seen.tolist() == [[0, 0, 30, 30], [0, 0, 40, 30], [0, 0, 30, 40], [25, 0, 65, 30]]
 
 

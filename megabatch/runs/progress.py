@@ -36,9 +36,10 @@ Told = Callable[[int, int], None]
 """called with how many are done, of how many"""
 
 
-def to_people(quiet: bool = False) -> Console:
-    """Standard error. Words are taken as they are: names of files may hold brackets and colons."""
-    return Console(stderr=True, quiet=quiet, markup=False, emoji=False, highlight=False)
+def to_people(quiet: bool = False, result: bool = False) -> Console:
+    """Standard error, or for a result standard output. Words are taken as they are: names of files
+    may hold brackets and colons."""
+    return Console(stderr=not result, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
 def say(console: Console, words: str) -> None:

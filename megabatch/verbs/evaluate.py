@@ -12,7 +12,7 @@ from megabatch.cluster import Cluster
 from megabatch.errors import DONE
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.workers import on_workers
-from megabatch.verbs.writing import say
+from megabatch.verbs.writing import say_result
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def run(arguments: list[str]) -> int:
     flags = parse(EvaluateFlags, "evaluate", arguments)
     first, result = on_workers(flags.workers, flags.device, 1, evaluate_here, flags)
     if first:
-        say(
+        say_result(
             f"top-1 {result['top1']:.2%}, top-5 {result['top5']:.2%}, loss {result['loss']:.4f} "
             f"after {result['seen']:,} images"
         )

@@ -17,7 +17,7 @@ from megabatch.errors import DONE, STOPPED, UserError
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.workers import on_workers
-from megabatch.verbs.writing import say
+from megabatch.verbs.writing import say_result
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _say(summary: dict[str, Any]) -> None:
         "target": "reached the target",
         "stopped": "stopped on request (--resume goes on)",
     }[summary["ended"]]
-    say(
+    say_result(
         f"{how}: top-1 {summary['top1']:.2%}, {summary['steps']:,} steps, "
         f"{summary['seen']:,} images in {summary['seconds']:.1f} s "
         f"({summary['images_per_second']:,.0f} images/s) "

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 from megabatch.errors import RunFailed, UserError
+from megabatch.runs.progress import say as say_on
+from megabatch.runs.progress import to_people
 
 
 def check_out(out: Path, suffixes: tuple[str, ...], what: str) -> None:
@@ -40,3 +42,9 @@ def printable(words: str) -> str:
 def say(words: str, progress: bool = False) -> None:
     """One line: a result on standard output, or progress on standard error."""
     print(printable(words), file=sys.stderr if progress else sys.stdout, flush=True)
+
+
+def say_result(words: str) -> None:
+    """A sentence on standard output, at a terminal broken between words."""
+    say_on(to_people(result=True), printable(words))
+    sys.stdout.flush()
