@@ -80,7 +80,7 @@ def train(
     with contextlib.ExitStack() as ending:
         ending.enter_context(compute_settings(config, cluster))
         stop_asked = ending.enter_context(stop_requests(cluster.first and not quiet))
-        log.say(f"reading the images: {config.data.path or config.data.source}")
+        log.say(f"reading the images: {_whose(config)}")
         train_set, val_set = open_sources(config, data, cluster)
         images, total = len(train_set), config.epochs * len(train_set)
         log.say(f"building the model: {config.model}")
@@ -105,6 +105,8 @@ def train(
             )
         ) is not None:
             log.say(idle)
+        if cluster.device.type == "cuda":
+            log.say("first step: kernels are chosen and compiled, which may take a minute")
         if state.seen:
             log.say(f"resumed at step {state.steps}, epoch {state.seen / images:.2f}")
         delayed, clock = DelayedNumbers(state.pending), Clock(state.seconds)
@@ -217,7 +219,7 @@ def evaluate(
     console = to_people(quiet or not cluster.first)
     with contextlib.ExitStack() as ending:
         ending.enter_context(compute_settings(config, cluster))
-        say(console, f"reading the images: {config.data.path or config.data.source}")
+        say(console, f"reading the images: {_whose(config)}")
         _, val_set = open_sources(config, data, cluster, training=False)
         net = ending.enter_context(prepared(config, cluster, val_set.classes, model))
         ending.enter_context(halved(net, config))
@@ -251,6 +253,11 @@ def _facts(config: Config, cluster: Cluster, source: Source, loader: Loader) -> 
         deterministic=config.deterministic,
         readers=loader.readers,
     )
+
+
+def _whose(config: Config) -> str:
+    """The images' name, for people."""
+    return "your data set" if config.data.kind == "own" else config.data.path or config.data.source
 
 
 def _due(before: float, after: float, every: float) -> bool:

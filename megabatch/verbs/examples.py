@@ -18,7 +18,7 @@ EXAMPLES = {
     "bench": (
         "megabatch bench step --model resnet50 --micro 32 64",
         "megabatch bench sync --workers 4",
-        "megabatch bench loader PICTURES",
+        "megabatch bench loader --images PICTURES",
     ),
     "report": ("megabatch report runs/mine runs/other",),
     "runs": ("megabatch runs",),
