@@ -97,18 +97,8 @@ def train(
         loader = Loader(train_set, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
         facts = _facts(config, cluster, train_set, loader)
-        for note in (*train_set.notes, *filter(None, [parts.run.how])):
-            log.say(note)
-        if (
-            idle := idle_workers(
-                config.batch, config.micro, cluster.world, ", or a smaller --micro"
-            )
-        ) is not None:
-            log.say(idle)
-        if cluster.device.type == "cuda":
-            log.say("first step: kernels are chosen and compiled, which may take a minute")
-        if state.seen:
-            log.say(f"resumed at step {state.steps}, epoch {state.seen / images:.2f}")
+        notes = (*train_set.notes, *filter(None, [parts.run.how]))
+        _say_first(log, config, cluster, notes, state, images)
         delayed, clock = DelayedNumbers(state.pending), Clock(state.seconds)
         first_seen, ended = state.seen, "finished"
 
@@ -253,6 +243,26 @@ def _facts(config: Config, cluster: Cluster, source: Source, loader: Loader) -> 
         deterministic=config.deterministic,
         readers=loader.readers,
     )
+
+
+def _say_first(
+    log: Log,
+    config: Config,
+    cluster: Cluster,
+    notes: tuple[str, ...],
+    state: State,
+    images: int,
+) -> None:
+    """What a user should know before the first step."""
+    for note in notes:
+        log.say(note)
+    micro = ", or a smaller --micro"
+    if (idle := idle_workers(config.batch, config.micro, cluster.world, micro)) is not None:
+        log.say(idle)
+    if state.seen:
+        log.say(f"resumed at step {state.steps}, epoch {state.seen / images:.2f}")
+    if cluster.device.type == "cuda":
+        log.say("first step: kernels are chosen and compiled, which may take a minute")
 
 
 def _whose(config: Config) -> str:

@@ -102,7 +102,8 @@ class Log:
             "skipped": numbers.skipped,
         }
         self._write("train", record)
-        if self._shown is not None:
+        # A resumed run first hears of the step before it.
+        if self._shown is not None and record["seen"] > self._first_seen:
             if step.seen > self._first_seen:  # the first step also starts and compiles things
                 self._pace.add(step.batch, took)
             self._shown.show(self._standing(record, now - self._began))
