@@ -32,7 +32,7 @@ LEVELS = [
     ["precision", "finetune", "data", "process", "sync"],
     ["ema", "runs"],
     ["parts"],
-    ["step"],
+    ["step", "recompute"],
     ["training"],
     ["report", "cli", "bench", "doctor", "verbs"],
 ]
