@@ -47,6 +47,8 @@ class RatioFlags:
 
 def run(arguments: list[str]) -> int:
     flags = parse(RatioFlags, "bench ratios", arguments)
+    if flags.batch < 2:
+        raise UserError(f"--batch is {flags.batch}; batch norm needs 2 images and more")
     if not flags.models:
         raise UserError("bench ratios has no model to look at: give --models alexnet, say")
     found = {model: first_step(flags, model) for model in flags.models}
@@ -54,9 +56,10 @@ def run(arguments: list[str]) -> int:
         print(f"\n{model}, first step of {flags.batch} images")
         print(f"{'tensor':24} {'||w||':>10} {'||grad||':>11} {'ratio':>10} {'LARS rate':>11}")
         for row in rows:
+            ratio = "-" if row["ratio"] is None else f"{row['ratio']:.4g}"
             print(
                 f"{row['tensor']:24} {row['weight_norm']:10.4g} {row['gradient_norm']:11.4g} "
-                f"{row['ratio']:10.4g} {row['local_rate']:11.4g}"
+                f"{ratio:>10} {row['local_rate']:11.4g}"
             )
     if flags.json:
         print(json.dumps(found), flush=True)
@@ -100,7 +103,7 @@ def first_step(flags: RatioFlags, model: str) -> list[dict[str, Any]]:
                     "tensor": name,
                     "weight_norm": weight,
                     "gradient_norm": slope,
-                    "ratio": weight / slope if slope > 0 else float("inf"),
+                    "ratio": weight / slope if slope > 0 else None,
                     "local_rate": local,
                 }
             )
