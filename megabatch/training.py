@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -22,8 +24,10 @@ from megabatch.data.source import Source
 from megabatch.ema import put_averages
 from megabatch.errors import UserError
 from megabatch.parts import assemble, prepared
+from megabatch.planner.peak import share_of_peak
 from megabatch.precision import full_dtype, halved
 from megabatch.process import compute_settings, stop_requests
+from megabatch.recompute import recompute_statistics
 from megabatch.runs import checkpoint
 from megabatch.runs.diagnosis import diagnosis
 from megabatch.runs.folder import RunFolder, State
@@ -37,16 +41,23 @@ _MOST_SKIPPED = 20
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended. Accuracies and loss are of the last evaluation."""
+    """How a run ended. Accuracies and loss are of the last evaluation, but where it is said."""
 
     top1: float
     top5: float
     loss: float
+    best_top1: float
+    """of all evaluations, as You reports"""
+    median_top1: float
+    """of the last five evaluations, as Goyal reports (the median of their errors)"""
     steps: int
     seen: int
     epochs: float
     seconds: float
     images_per_second: float
+    peak_share: float | None
+    """of the chips' peak FLOP/s, that the net's multiplications and additions were; None where the
+    chip or the net is not known"""
     world: int
     weights_sha256: str
     out: str | None
@@ -126,9 +137,10 @@ def train(
             # Now and then: evaluate, save, say what was waited for.
             paused = time.perf_counter()
             if ended == "finished" and (last or _due(step.epoch, epoch, config.eval_every)):
+                recompute_statistics(parts, loader, config.bn_recompute, cluster)
                 with parts.average.in_place():
-                    state.evaluation = score(
-                        net, loader.validation(), loader.validation_images, config, cluster
+                    state.evaluated(
+                        score(net, loader.validation(), loader.validation_images, config, cluster)
                     )
                 log.evaluation(state.steps, state.seen, epoch, state.evaluation)
                 log.layers(step.index, state.seen, parts.layers(), config.ratio_band)
@@ -154,13 +166,17 @@ def train(
             if _hopeless(numbers, state, config):
                 raise diagnosis(numbers, delayed.losses, net, folder, cluster)
         cluster.barrier()
+        images_per_second = (state.seen - first_seen) / max(training_seconds, 1e-9)
         summary = Summary(
             **state.evaluation,
+            best_top1=state.best_top1,
+            median_top1=statistics.median(state.last_top1s or [0.0]),
             steps=state.steps,
             seen=state.seen,
             epochs=state.seen / images,
             seconds=seconds,
-            images_per_second=(state.seen - first_seen) / max(training_seconds, 1e-9),
+            images_per_second=images_per_second,
+            peak_share=_peak_share(config, cluster, train_set.classes, images_per_second),
             world=cluster.world,
             weights_sha256=checkpoint.weights_sha256(net),
             out=None if folder.path is None else str(folder.path),
@@ -227,6 +243,16 @@ def _facts(config: Config, cluster: Cluster, source: Source, loader: Loader) -> 
         wire=config.wire,
         deterministic=config.deterministic,
         readers=loader.readers,
+    )
+
+
+def _peak_share(config: Config, cluster: Cluster, classes: int, rate: float) -> float | None:
+    """Of one chip; of a CPU nobody knows the peak."""
+    if cluster.device.type != "cuda":
+        return None
+    chip, data = torch.cuda.get_device_name(cluster.device), config.data
+    return share_of_peak(
+        chip, config.model, data.size, data.channels, classes, rate / cluster.world
     )
 
 

@@ -35,7 +35,7 @@ LEVELS = [
     ["passes"],
     ["graphs"],
     ["parts"],
-    ["step"],
+    ["step", "recompute"],
     ["training"],
     ["report", "cli", "bench", "doctor", "verbs"],
 ]

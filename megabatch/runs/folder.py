@@ -36,6 +36,9 @@ class State:
     evaluation: dict[str, float] = field(
         default_factory=lambda: {"top1": 0.0, "top5": 0.0, "loss": float("nan")}
     )
+    best_top1: float = 0.0
+    last_top1s: list[float] = field(default_factory=list)
+    """of the last evaluations, five at most"""
     seconds: float = 0.0
     skipped: int = 0
     """steps in a row, up to the last one read, that did not count"""
@@ -51,6 +54,12 @@ class State:
         if config.noise.follow:
             self.batch = numbers.batch or batch
             self.proposed = following_batch(config, self.batch, self.noise.scale)
+
+    def evaluated(self, evaluation: dict[str, float]) -> None:
+        """Take in an evaluation: the last, perhaps the best, one of the last five."""
+        self.evaluation = evaluation
+        self.best_top1 = max(self.best_top1, evaluation["top1"])
+        self.last_top1s = [*self.last_top1s, evaluation["top1"]][-5:]
 
     @staticmethod
     def of(saved: dict[str, Any]) -> State:

@@ -49,6 +49,14 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """How gradients are to be summed, where the command line says so."""
+
+    plan: str | None = None
+    wire: str | None = None
+
+
+@dataclass(frozen=True)
 class TrainFlags:
     launch: Annotated[Launch, tyro.conf.arg(name="")]
     config: Annotated[Config, tyro.conf.arg(name="")]
@@ -103,6 +111,12 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
     recipe = recipes.named(name, size.epochs, size.batch)
     flags = parse(TrainFlags, words, arguments, TrainFlags(Launch(), recipe))
     config = flags.config.check()
+    # A recipe's own plan gives way to the tree; one that is asked for beside it contradicts it.
+    asked = parse_some(Sums, words, arguments)
+    if config.deterministic and (
+        asked.plan not in (None, "backend") or asked.wire not in (None, "fp32")
+    ):
+        raise UserError("a deterministic run sums along one tree in fp32: drop --plan and --wire")
     for word, given in (("model", config.model.split()[0]), ("data", config.data.source)):
         if given == "own":
             raise UserError(
@@ -128,7 +142,8 @@ def _say(summary: dict[str, Any]) -> None:
         "stopped": "stopped on request (--resume goes on)",
     }[summary["ended"]]
     print(
-        f"{how}: top-1 {summary['top1']:.2%}, {summary['steps']:,} steps, "
+        f"{how}: top-1 {summary['top1']:.2%} (best {summary['best_top1']:.2%}, median of the last "
+        f"five {summary['median_top1']:.2%}), {summary['steps']:,} steps, "
         f"{summary['seen']:,} images in {summary['seconds']:.1f} s "
         f"({summary['images_per_second']:,.0f} images/s) "
         f"on {summary['world']} worker{'s' if summary['world'] > 1 else ''}; {summary['out']}",
