@@ -82,7 +82,8 @@ def train(
         images, total = len(train_set), config.epochs * len(train_set)
         net = ending.enter_context(prepared(config, cluster, train_set.classes, model))
         parts = ending.enter_context(assemble(config, cluster, net, own=model is not None))
-        folder = RunFolder(None if out is None else Path(out), config, cluster)
+        place = None if out is None else Path(out)
+        folder = ending.enter_context(RunFolder(place, config, cluster))
         state = folder.begin(resume, parts)
 
         if cluster.first and not quiet:
@@ -206,7 +207,8 @@ def evaluate(
         net = ending.enter_context(prepared(config, cluster, val_set.classes, model))
         ending.enter_context(halved(net, config))
         checkpoint.load_weights(found, net)
-        put_averages(net, checkpoint.load_extra(found))
+        with checkpoint.fitting(found):
+            put_averages(net, checkpoint.load_extra(found))
         loader = Loader(None, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
         result = score(net, loader.validation(), loader.validation_images, config, cluster)
