@@ -9,8 +9,8 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 
 def sync(path: Path) -> None:
@@ -73,7 +73,7 @@ def is_plain(path: Path) -> bool:
         return False
 
 
-def open_plain(path: Path, most: int) -> BinaryIO:
+def open_plain(path: Path, most: int) -> BufferedReader:
     """A plain file of at most so many bytes, for reading; an OSError says why not."""
     where = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(where)
@@ -89,11 +89,11 @@ def read_plain(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
-def lock(path: Path, note: Callable[[], str] = str) -> BinaryIO | None:
+def lock(path: Path, note: Callable[[], str] = str) -> FileIO | None:
     """Hold a file's lock until what is returned is closed or this process ends, however it ends;
     None where another holds it. The holder leaves a note in the file."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
+    file = FileIO(os.open(path, flags, 0o666), "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -23,13 +23,14 @@ from megabatch.ema import put_averages
 from megabatch.errors import UserError
 from megabatch.parts import assemble, prepared
 from megabatch.precision import full_dtype, halved
-from megabatch.process import compute_settings, stop_requests
+from megabatch.process import compute_settings
 from megabatch.runs import checkpoint
 from megabatch.runs.diagnosis import diagnosis
 from megabatch.runs.folder import RunFolder, State
 from megabatch.runs.loggers import Log, show_table
 from megabatch.runs.verdict import Clock, Facts
 from megabatch.step import DelayedNumbers, score, train_step
+from megabatch.stopping import stop_requests
 from megabatch.sync.control import StepNumbers
 
 _MOST_SKIPPED = 20

@@ -12,9 +12,10 @@ import math
 import platform
 import time
 from dataclasses import asdict, dataclass, field, fields
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from megabatch.batch import Step
 from megabatch.cluster import Cluster
@@ -95,7 +96,7 @@ class RunFolder:
     def __init__(self, path: Path | None, config: Config, cluster: Cluster) -> None:
         self.path, self._config, self._cluster = path, config, cluster
         self._writes = path is not None and cluster.first
-        self._lock: BinaryIO | None = None
+        self._lock: FileIO | None = None
 
     def __enter__(self) -> RunFolder:
         return self
