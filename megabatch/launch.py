@@ -99,7 +99,16 @@ def _results(processes: list[Any], pipes: list[Connection], signals: _Signals) -
     results: dict[int, Any] = {}
     while len(results) < len(processes):
         waiting = {pipes[rank]: rank for rank in range(len(pipes)) if rank not in results}
-        said = [(*_said(pipe), waiting[pipe]) for pipe in wait(list(waiting))]  # type: ignore[index, arg-type]
+        said = []
+        for pipe in wait(list(waiting)):
+            rank = waiting[pipe]  # type: ignore[index]
+            news = _said(pipe)  # type: ignore[arg-type]
+            if news[1] == "ready":
+                signals.ready(rank)
+                if not pipe.poll():  # type: ignore[union-attr]
+                    continue
+                news = _said(pipe)  # type: ignore[arg-type]
+            said.append((*news, rank))
         # When one fails the others fail of it. Of what is known now the earliest is the cause; one
         # that was killed could not say when, but it went before those it made fail.
         for _, kind, value, rank in sorted(said, key=lambda one: one[0]):
@@ -109,9 +118,6 @@ def _results(processes: list[Any], pipes: list[Connection], signals: _Signals) -
                 code = processes[rank].exitcode
                 how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
                 raise WorkerFailed(f"{who} ended {how}")
-            if kind == "ready":
-                signals.ready(rank)
-                continue
             if kind == "explained":
                 raise RunFailed(value)
             if kind == "mistake":
