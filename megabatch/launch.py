@@ -57,7 +57,8 @@ def run_local(
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        results = _results(processes, pipes, signals)
+        _await_ready(processes, pipes, signals)
+        results = _results(processes, pipes)
         # They have only to leave: time to write what they still hold.
         for process in processes:
             process.join(timeout=5)
@@ -94,30 +95,36 @@ class _Signals:
             os.kill(self._processes[rank].pid, number)
 
 
-def _results(processes: list[Any], pipes: list[Connection], signals: _Signals) -> list[Any]:
+def _await_ready(processes: list[Any], pipes: list[Connection], signals: _Signals) -> None:
+    """Each worker's first word is that it hears signals."""
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        for pipe in wait(list(waiting)):
+            rank = waiting.pop(pipe)  # type: ignore[call-overload]
+            if _said(pipes[rank])[1] == "end":
+                raise _ended(processes, rank)
+            signals.ready(rank)
+
+
+def _ended(processes: list[Any], rank: int) -> WorkerFailed:
+    processes[rank].join()
+    code = processes[rank].exitcode
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+    return WorkerFailed(f"worker {rank} of {len(processes)} ended {how}")
+
+
+def _results(processes: list[Any], pipes: list[Connection]) -> list[Any]:
     """Wait for every worker's result, or raise the failure that was first."""
     results: dict[int, Any] = {}
     while len(results) < len(processes):
         waiting = {pipes[rank]: rank for rank in range(len(pipes)) if rank not in results}
-        said = []
-        for pipe in wait(list(waiting)):
-            rank = waiting[pipe]  # type: ignore[index]
-            news = _said(pipe)  # type: ignore[arg-type]
-            if news[1] == "ready":
-                signals.ready(rank)
-                if not pipe.poll():  # type: ignore[union-attr]
-                    continue
-                news = _said(pipe)  # type: ignore[arg-type]
-            said.append((*news, rank))
+        said = [(*_said(pipe), waiting[pipe]) for pipe in wait(list(waiting))]  # type: ignore[index, arg-type]
         # When one fails the others fail of it. Of what is known now the earliest is the cause; one
         # that was killed could not say when, but it went before those it made fail.
         for _, kind, value, rank in sorted(said, key=lambda one: one[0]):
             who = f"worker {rank} of {len(processes)}"
             if kind == "end":
-                processes[rank].join()
-                code = processes[rank].exitcode
-                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-                raise WorkerFailed(f"{who} ended {how}")
+                raise _ended(processes, rank)
             if kind == "explained":
                 raise RunFailed(value)
             if kind == "mistake":

@@ -374,8 +374,9 @@ def test_mutated_folders_give_an_answer_or_one_sentence(
                 break
         if inside:
             sealed(found)
-        verb = drawn.choice(("evaluate", "report", "export", "predict", "resume"))
+        verb = drawn.choice(("evaluate", "report", "export", "predict", "plan", "resume"))
         commands = {
+            "plan": ["plan", str(path / "config.json"), "--gpus", "4"],
             "evaluate": ["evaluate", str(path), "--device", "cpu"],
             "report": ["report", str(path), "--out", "run/r.html"],
             "export": ["export", str(path), "--out", "run/x.safetensors"],
@@ -393,7 +394,7 @@ def test_mutated_folders_give_an_answer_or_one_sentence(
         assert len(list(tmp_path.iterdir())) == 1
         statuses.append(status)
         shutil.rmtree(path)
-    assert {0, 2} <= set(statuses)
+    assert min(statuses.count(0), statuses.count(2)) > 50
 
 
 def resumed(path):
@@ -492,7 +493,7 @@ def test_sigterm_while_a_run_starts_ends_it_with_a_checkpoint(workers, tmp_path,
     assert run.returncode == 3, said
     assert "stopped on request" in said
     assert checkpoint.newest(out / "checkpoints") is not None
-    assert list(short_tmp.iterdir()) == []
+    assert [p.name for p in short_tmp.iterdir() if p.name.startswith(("megabatch", "pymp"))] == []
 
 
 SCRATCH = """
