@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -531,6 +532,19 @@ def test_local_workers_listen_on_loopback_only():
     found = run_local(2, listening)
     assert found  # gloo does
     assert set(found) <= {"0100007F", "00000000000000000000000001000000"}
+
+
+def test_a_store_at_a_loopback_address_listens_there_alone():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert "00000000000000000000000000000000" not in run_local(2, listening_at, port)
+    assert run_local(2, listening_at, port).count("0100007F") == 2  # the store's and gloo's
+
+
+def listening_at(port):
+    del os.environ["MEGABATCH_STORE"]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+    return listening()
 
 
 def listening():
