@@ -1,12 +1,10 @@
-"""What a worker's process is set to while it trains: threads, kernels, what a signal does."""
+"""What a worker's process is set to while it trains: threads, kernels, generators."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -39,19 +37,3 @@ def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
         torch.backends.cudnn.benchmark = searches
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(exact)
-
-
-@contextlib.contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and Ctrl-C only raise a flag here; the control vector tells the other workers."""
-    asked: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in numbers}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

@@ -26,7 +26,7 @@ from megabatch.errors import UserError
 from megabatch.parts import assemble, prepared
 from megabatch.planner.peak import share_of_peak
 from megabatch.precision import full_dtype, halved
-from megabatch.process import compute_settings, stop_requests
+from megabatch.process import compute_settings
 from megabatch.recompute import recompute_statistics
 from megabatch.runs import checkpoint
 from megabatch.runs.diagnosis import diagnosis
@@ -34,6 +34,7 @@ from megabatch.runs.folder import RunFolder, State
 from megabatch.runs.loggers import Log, show_table
 from megabatch.runs.verdict import Clock, Facts
 from megabatch.step import DelayedNumbers, score, train_step
+from megabatch.stopping import stop_requests
 from megabatch.sync.control import StepNumbers
 
 _MOST_SKIPPED = 20
@@ -93,7 +94,8 @@ def train(
         images, total = len(train_set), config.epochs * len(train_set)
         net = ending.enter_context(prepared(config, cluster, train_set.classes, model))
         parts = ending.enter_context(assemble(config, cluster, net, own=model is not None))
-        folder = RunFolder(None if out is None else Path(out), config, cluster)
+        place = None if out is None else Path(out)
+        folder = ending.enter_context(RunFolder(place, config, cluster))
         state = folder.begin(resume, parts)
 
         if cluster.first and not quiet:
@@ -222,7 +224,8 @@ def evaluate(
         net = ending.enter_context(prepared(config, cluster, val_set.classes, model))
         ending.enter_context(halved(net, config))
         checkpoint.load_weights(found, net)
-        put_averages(net, checkpoint.load_extra(found))
+        with checkpoint.fitting(found):
+            put_averages(net, checkpoint.load_extra(found))
         loader = Loader(None, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
         result = score(net, loader.validation(), loader.validation_images, config, cluster)

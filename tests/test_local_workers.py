@@ -143,7 +143,7 @@ def running(pid):
 
 # A process of its own, so that it can be killed: this file is its module.
 def launcher(call, **options):
-    code = f"import test_local_workers as tests; from megabatch.cluster import run_local; {call}"
+    code = f"import test_local_workers as tests; from megabatch.launch import run_local; {call}"
     return subprocess.Popen(
         [sys.executable, "-c", code], cwd=Path(__file__).parent, text=True, **options
     )

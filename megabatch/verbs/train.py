@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from megabatch.cluster import Cluster, under_launcher
 from megabatch.config import Config
 from megabatch.errors import DONE, STOPPED, UserError
 from megabatch.launch import run_local
+from megabatch.stopping import keep_stop_requests
 from megabatch.verbs.parsing import parse, parse_some
 
 MOST_WORKERS = 1024  # of one machine: more are a slip of the finger
@@ -63,6 +65,12 @@ class TrainFlags:
 
 
 def run(arguments: list[str]) -> int:
+    # Under a launcher a worker that waits for others had better end at once.
+    with contextlib.nullcontext() if under_launcher() else keep_stop_requests():
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         if "-h" in arguments or "--help" in arguments:
             return _help()
@@ -82,7 +90,9 @@ def run(arguments: list[str]) -> int:
         if not 1 <= workers <= MOST_WORKERS:
             raise UserError(f"--workers is {workers}; give 1 to {MOST_WORKERS}")
         once = workers == 1
-        first, summary = train_here(*call) if once else run_local(workers, train_here, *call)
+        first, summary = (
+            train_here(*call) if once else run_local(workers, train_here, *call, stops=True)
+        )
     if first:
         _say(summary)
         if launch.json:
