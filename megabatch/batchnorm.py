@@ -7,7 +7,8 @@ worker holds the same buffers always.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -115,16 +116,21 @@ def use_spans(module: nn.Module, span: int) -> Callable[[], None]:
     return replace_layers(module, by_spans)
 
 
+def _averaging(module: nn.Module) -> list[SpanBatchNorm]:
+    """The layers of a module that work by spans and keep moving averages."""
+    return [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, SpanBatchNorm) and layer.running_mean is not None
+    ]
+
+
 class MovingAverages:
     """The moving averages of all layers of a module that work by spans and keep some: they move
     together, once a step."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._layers = [
-            layer
-            for layer in module.modules()
-            if isinstance(layer, SpanBatchNorm) and layer.running_mean is not None
-        ]
+        self._layers = _averaging(module)
         pairs = [(layer.running_mean, layer.running_var) for layer in self._layers]
         self._buffers = [buffer for pair in pairs for buffer in pair]
         self._counters = [
@@ -164,3 +170,57 @@ class MovingAverages:
         torch._foreach_lerp_(self._buffers, aim.split(self._sizes), momentum)
         if self._counters:
             torch._foreach_add_(self._counters, 1)
+
+
+class InputMoments:
+    """Mean and mean square of what comes into each layer of a module that keeps moving averages.
+
+    Averaged over equal micro-batches they are those of all the images, exactly, as averages of
+    variances would not be. In float64: the variance is a difference of the two.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers = _averaging(module)
+        self._found: dict[SpanBatchNorm, Tensor] = {}
+        self.length = 2 * sum(layer.num_features for layer in self._layers)
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """While this lasts, each layer's inputs are looked at."""
+        hooks = [layer.register_forward_pre_hook(self._note) for layer in self._layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for layer in self._layers:
+                layer.statistics = None
+
+    def _note(self, layer: SpanBatchNorm, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].detach()
+        others = [dim for dim in range(x.dim()) if dim != 1]
+        var, mean = torch.var_mean(x.to(_statistics_dtype(x)), others, correction=0)
+        self._found[layer] = _moments(mean, var)
+
+    def take(self) -> Tensor:
+        """Of the last micro-batch, all layers' in one vector; a layer that was not reached gives
+        its moving averages."""
+        vectors = [
+            self._found.pop(layer, _moments(layer.running_mean, layer.running_var)).flatten()
+            for layer in self._layers
+        ]
+        return torch.cat(vectors)
+
+    @torch.no_grad()
+    def put(self, moments: Tensor) -> None:
+        """In place of the moving averages, mean and variance of these moments."""
+        sizes = [2 * layer.num_features for layer in self._layers]
+        for layer, both in zip(self._layers, moments.split(sizes), strict=True):
+            mean, square = both.view(2, -1)
+            layer.running_mean.copy_(mean)
+            layer.running_var.copy_((square - mean * mean).clamp_min(0))
+
+
+def _moments(mean: Tensor, var: Tensor) -> Tensor:
+    mean, var = mean.double(), var.double()
+    return torch.stack([mean, var + mean * mean])

@@ -348,6 +348,8 @@ def _meet(place: Place, backend: str, timeout_seconds: float) -> None:
             f"MEGABATCH_STORE to a file all can reach"
         )
     try:
+        if store is None and os.environ["MASTER_ADDR"] in _LOOPBACK:
+            store = _loopback_store(place, timedelta(seconds=timeout_seconds))
         dist.init_process_group(
             backend,
             store=store,
@@ -361,6 +363,27 @@ def _meet(place: Place, backend: str, timeout_seconds: float) -> None:
             f"{me} but they cannot meet at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}: "
             f"{str(error).splitlines()[0]}"
         ) from None
+
+
+_LOOPBACK = ("127.0.0.1", "localhost")
+
+
+def _loopback_store(place: Place, timeout: timedelta) -> Any:
+    """The store of workers that meet on one machine: it listens on the loopback, where torch's own
+    would on all interfaces. None where torchrun has one already."""
+    import torch.distributed as dist
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    first = place.rank == 0
+    how: dict[str, Any] = {}
+    if first:
+        try:
+            how = {"master_listen_fd": socket.create_server((address, port)).detach()}
+        except OSError:  # an earlier store of this process has it, which torch shares, or it tells
+            how = {"multi_tenant": True}
+    return dist.TCPStore(address, port, place.world, first, timeout, **how)  # type: ignore[attr-defined]
 
 
 # What a worker writes into the shared file: the same when a process joins twice, never another's.

@@ -7,69 +7,58 @@ import multiprocessing
 import os
 import pickle
 import signal
-import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megabatch.errors import RunFailed, UserError
+from megabatch.scratch import scratch
+from megabatch.stopping import StopAsked, answering, keep_stop_requests, take_stop_requests
 
 # Imported once in the server that workers are forked from: four workers start in under a second.
 # Imports only; neither CUDA nor OpenMP survives a fork, so no tensor is touched there.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.optim", "megabatch.training"]
-
-_TWICE_SECONDS = 0.5
 
 
 class WorkerFailed(RuntimeError):
     """A local worker failed; the message names it and holds its own words."""
 
 
-class StopAsked:
-    """Whether a run was asked to stop. One Ctrl-C may arrive twice, from the terminal and from who
-    started this process, so only what comes well after the first is a second."""
-
-    def __init__(self) -> None:
-        self.when: float | None = None
-
-    def ask(self) -> bool:
-        """Whether this is the first time; a second ends the run at once."""
-        now, first = time.monotonic(), self.when is None
-        if self.when is not None and now - self.when >= _TWICE_SECONDS:
-            raise KeyboardInterrupt
-        self.when = self.when or now
-        return first
-
-
-def run_local(workers: int, function: Callable[..., Any], *arguments: Any) -> Any:
+def run_local(
+    workers: int, function: Callable[..., Any], *arguments: Any, stops: bool = False
+) -> Any:
     """Run function(*arguments) in `workers` processes on this machine that can join by from_env.
 
-    Returns what worker 0 returned. SIGTERM and SIGINT are passed on to the workers. When one fails
-    the others are ended and its error is raised here: a UserError as such, anything else as
-    WorkerFailed. Asked twice to stop, they are ended at once and KeyboardInterrupt is raised.
+    Returns what worker 0 returned. SIGTERM and SIGINT are passed on to the workers, once they can
+    hear them; `stops`: the function takes them as requests to stop, those too that came before it
+    was ready. When one fails the others are ended and its error is raised here: a UserError as
+    such, anything else as WorkerFailed. Asked twice to stop, they are ended at once and
+    KeyboardInterrupt is raised.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     processes: list[Any] = []
     pipes: list[Connection] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="megabatch-") as folder,
-        _pass_on_signals(processes, workers),
-        contextlib.ExitStack() as ending,
-    ):
+    signals = _Signals(processes)
+    store = scratch() / f"store-{uuid.uuid4().hex}"
+    with answering(signals.pass_on), contextlib.ExitStack() as ending:
+        signals.asked += take_stop_requests()
+        ending.callback(store.unlink, missing_ok=True)
         ending.callback(_end, processes)
         for rank in range(workers):
             ours, theirs = context.Pipe(duplex=False)
-            start = _Start(rank, workers, os.path.join(folder, "store"), os.getcwd())
+            start = _Start(rank, workers, str(store), os.getcwd(), stops)
             process = context.Process(target=_work, args=(start, theirs, function, arguments))
             process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
+        _await_ready(processes, pipes, signals)
         results = _results(processes, pipes)
         # They have only to leave: time to write what they still hold.
         for process in processes:
@@ -84,6 +73,49 @@ def _end(processes: list[Any]) -> None:
         process.join()
 
 
+class _Signals:
+    """Signals on their way to workers, each of which gets all of them as soon as it can."""
+
+    def __init__(self, processes: list[Any]) -> None:
+        self._processes, self._ready = processes, set[int]()
+        self._stop = StopAsked()
+        self.asked: list[int] = []
+
+    def pass_on(self, number: int) -> None:
+        self._stop.ask()
+        self.asked.append(number)
+        for rank in self._ready:
+            self._send(rank, number)
+
+    def ready(self, rank: int) -> None:
+        came = len(self.asked)
+        self._ready = {*self._ready, rank}  # a new set: the other may be walked through just now
+        for number in self.asked[:came]:
+            self._send(rank, number)
+
+    def _send(self, rank: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, number)
+
+
+def _await_ready(processes: list[Any], pipes: list[Connection], signals: _Signals) -> None:
+    """Each worker's first word is that it hears signals."""
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        for pipe in wait(list(waiting)):
+            rank = waiting.pop(pipe)  # type: ignore[call-overload]
+            if _said(pipes[rank])[1] == "end":
+                raise _ended(processes, rank)
+            signals.ready(rank)
+
+
+def _ended(processes: list[Any], rank: int) -> WorkerFailed:
+    processes[rank].join()
+    code = processes[rank].exitcode
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+    return WorkerFailed(f"worker {rank} of {len(processes)} ended {how}")
+
+
 def _results(processes: list[Any], pipes: list[Connection]) -> list[Any]:
     """Wait for every worker's result, or raise the failure that was first."""
     results: dict[int, Any] = {}
@@ -95,10 +127,7 @@ def _results(processes: list[Any], pipes: list[Connection]) -> list[Any]:
         for _, kind, value, rank in sorted(said, key=lambda one: one[0]):
             who = f"worker {rank} of {len(processes)}"
             if kind == "end":
-                processes[rank].join()
-                code = processes[rank].exitcode
-                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-                raise WorkerFailed(f"{who} ended {how}")
+                raise _ended(processes, rank)
             if kind == "interrupted":
                 raise KeyboardInterrupt
             if kind == "explained":
@@ -125,6 +154,7 @@ class _Start:
     workers: int
     store: str
     folder: str
+    stops: bool
 
 
 def _work(
@@ -147,16 +177,18 @@ def _work(
         # process.
         pipe.send_bytes(pickle.dumps((time.monotonic(), kind, value)))
 
-    try:
-        say("result", function(*arguments))
-    except UserError as error:
-        say("mistake", str(error))
-    except RunFailed as error:
-        say("explained", str(error))
-    except KeyboardInterrupt:
-        say("interrupted", None)
-    except BaseException:
-        say("failure", traceback.format_exc())
+    with keep_stop_requests() if start.stops else contextlib.nullcontext():
+        say("ready", None)
+        try:
+            say("result", function(*arguments))
+        except UserError as error:
+            say("mistake", str(error))
+        except RunFailed as error:
+            say("explained", str(error))
+        except KeyboardInterrupt:
+            say("interrupted", None)
+        except BaseException:
+            say("failure", traceback.format_exc())
     pipe.close()
 
 
@@ -165,26 +197,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
-
-
-@contextlib.contextmanager
-def _pass_on_signals(processes: list[Any], workers: int) -> Iterator[None]:
-    asked = StopAsked()
-
-    def pass_on(number: int, frame: object) -> None:
-        asked.ask()
-        if len(processes) < workers:  # nobody has begun, and one to come would not hear of it
-            raise KeyboardInterrupt
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

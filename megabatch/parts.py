@@ -153,6 +153,7 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
             masters=masters.twins,
             plan=None if config.plan == "backend" else config.plan,
             wire=config.wire,
+            thresholds=config.hybrid.thresholds,
         )
         failing.pop_all()
     return Parts(

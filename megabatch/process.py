@@ -1,18 +1,15 @@
-"""What a worker's process is set to while it trains: threads, kernels, what a signal does."""
+"""What a worker's process is set to while it trains: threads, kernels, generators."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from megabatch.cluster import Cluster
 from megabatch.config import Config
-from megabatch.launch import StopAsked
 
 
 @contextlib.contextmanager
@@ -40,26 +37,3 @@ def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
         torch.backends.cudnn.benchmark = searches
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(exact)
-
-
-@contextlib.contextmanager
-def stop_requests(speaks: bool) -> Iterator[Callable[[], bool]]:
-    """SIGTERM and Ctrl-C only raise a flag here; the control vector tells the other workers. Asked
-    again, a run ends at once, as KeyboardInterrupt."""
-    asked = StopAsked()
-
-    def ask(number: int, frame: object) -> None:
-        if asked.ask() and speaks:
-            # Not print(): the signal may have come while something was being printed.
-            os.write(2, b"stopping after this step, with a checkpoint; again ends it at once\n")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, ask) for number in numbers}
-    try:
-        yield lambda: asked.when is not None
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

@@ -12,6 +12,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
+Scaling = Literal["linear", "sqrt", "none"]
+Ramp = Literal["linear", "quadratic", "constant"]
+
 
 def linear_scaling(reference: float, batch: int, per: int | None = 256) -> float:
     """The rate for a global `batch` when `reference` is right for `per` images (None: for any
@@ -19,18 +22,28 @@ def linear_scaling(reference: float, batch: int, per: int | None = 256) -> float
     return reference if per is None else reference * batch / per
 
 
+def scaled(rate: float, batch: int, per: int | None, rule: Scaling = "linear") -> float:
+    """The rate for a global `batch` when `rate` is right for `per` images, by a rule of scaling:
+    Goyal's linear one, or the two that it is held against (square root, none)."""
+    if per is None or rule == "none":
+        return rate
+    return linear_scaling(rate, batch, per) if rule == "linear" else rate * math.sqrt(batch / per)
+
+
 @dataclass(frozen=True)
 class Warmup:
-    """From `start` to `to` in `epochs`, a little every step; quadratic is what LARS's authors
-    ran."""
+    """From `start` to `to` in `epochs`, a little every step; quadratic is what LARS's authors ran,
+    constant (`start` until the end, then a jump) what Goyal holds the gradual one against."""
 
     epochs: float
     to: float
     start: float = 0.0
-    shape: Literal["linear", "quadratic"] = "linear"
+    shape: Ramp = "linear"
 
     def __call__(self, epoch: float) -> float:
         gone = _gone(epoch, self.epochs)
+        if self.shape == "constant":
+            gone = math.floor(gone)
         if self.shape == "quadratic":
             gone *= gone
         return self.start * (1 - gone) + self.to * gone  # exact at both ends

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -22,8 +24,10 @@ from megabatch.data.source import Source
 from megabatch.ema import put_averages
 from megabatch.errors import UserError
 from megabatch.parts import assemble, prepared
+from megabatch.planner.peak import share_of_peak
 from megabatch.precision import full_dtype, halved
-from megabatch.process import compute_settings, stop_requests
+from megabatch.process import compute_settings
+from megabatch.recompute import recompute_statistics
 from megabatch.runs import checkpoint
 from megabatch.runs.diagnosis import diagnosis
 from megabatch.runs.folder import RunFolder, State
@@ -31,6 +35,7 @@ from megabatch.runs.loggers import Log
 from megabatch.runs.progress import counted, counting, say, to_people
 from megabatch.runs.verdict import Clock, Facts, idle_workers
 from megabatch.step import DelayedNumbers, score, train_step
+from megabatch.stopping import stop_requests
 from megabatch.sync.control import StepNumbers
 
 _MOST_SKIPPED = 20
@@ -38,16 +43,23 @@ _MOST_SKIPPED = 20
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended. Accuracies and loss are of the last evaluation."""
+    """How a run ended. Accuracies and loss are of the last evaluation, but where it is said."""
 
     top1: float
     top5: float
     loss: float
+    best_top1: float
+    """of all evaluations, as You reports"""
+    median_top1: float
+    """of the last five evaluations, as Goyal reports (the median of their errors)"""
     steps: int
     seen: int
     epochs: float
     seconds: float
     images_per_second: float
+    peak_share: float | None
+    """of the chips' peak FLOP/s, that the net's multiplications and additions were; None where the
+    chip or the net is not known"""
     world: int
     weights_sha256: str
     out: str | None
@@ -86,7 +98,8 @@ def train(
         log.say(f"building the model: {config.model}")
         net = ending.enter_context(prepared(config, cluster, train_set.classes, model))
         parts = ending.enter_context(assemble(config, cluster, net, own=model is not None))
-        folder = RunFolder(None if out is None else Path(out), config, cluster)
+        place = None if out is None else Path(out)
+        folder = ending.enter_context(RunFolder(place, config, cluster))
         state = folder.begin(resume, parts)
         if train_set.class_names:
             folder.write("classes.json", list(train_set.class_names))
@@ -129,10 +142,11 @@ def train(
             # Now and then: evaluate, save, say what was waited for.
             paused = time.perf_counter()
             if ended == "finished" and (last or _due(step.epoch, epoch, config.eval_every)):
+                recompute_statistics(parts, loader, config.bn_recompute, cluster)
                 with parts.average.in_place():
                     held_out = loader.validation_images
                     watched = log.evaluating(loader.validation(), held_out, cluster.world)
-                    state.evaluation = score(net, watched, held_out, config, cluster)
+                    state.evaluated(score(net, watched, held_out, config, cluster))
                 log.evaluation(state.steps, state.seen, epoch, state.evaluation)
                 log.layers(step.index, state.seen, parts.layers(), config.ratio_band)
                 target = config.target_accuracy
@@ -158,13 +172,17 @@ def train(
             if _hopeless(numbers, state, config):
                 raise diagnosis(numbers, delayed.losses, net, folder, cluster)
         cluster.barrier()
+        images_per_second = (state.seen - first_seen) / max(training_seconds, 1e-9)
         summary = Summary(
             **state.evaluation,
+            best_top1=state.best_top1,
+            median_top1=statistics.median(state.last_top1s or [0.0]),
             steps=state.steps,
             seen=state.seen,
             epochs=state.seen / images,
             seconds=seconds,
-            images_per_second=(state.seen - first_seen) / max(training_seconds, 1e-9),
+            images_per_second=images_per_second,
+            peak_share=_peak_share(config, cluster, train_set.classes, images_per_second),
             world=cluster.world,
             weights_sha256=checkpoint.weights_sha256(net),
             out=None if folder.path is None else str(folder.path),
@@ -214,7 +232,8 @@ def evaluate(
         net = ending.enter_context(prepared(config, cluster, val_set.classes, model))
         ending.enter_context(halved(net, config))
         checkpoint.load_weights(found, net)
-        put_averages(net, checkpoint.load_extra(found))
+        with checkpoint.fitting(found):
+            put_averages(net, checkpoint.load_extra(found))
         loader = Loader(None, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
         held_out = loader.validation_images
@@ -268,6 +287,16 @@ def _say_first(
 def _whose(config: Config) -> str:
     """The images' name, for people."""
     return "your data set" if config.data.kind == "own" else config.data.path or config.data.source
+
+
+def _peak_share(config: Config, cluster: Cluster, classes: int, rate: float) -> float | None:
+    """Of one chip; of a CPU nobody knows the peak."""
+    if cluster.device.type != "cuda":
+        return None
+    chip, data = torch.cuda.get_device_name(cluster.device), config.data
+    return share_of_peak(
+        chip, config.model, data.size, data.channels, classes, rate / cluster.world
+    )
 
 
 def _due(before: float, after: float, every: float) -> bool:

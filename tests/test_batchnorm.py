@@ -1,11 +1,18 @@
 """Batch norm by spans: groups by themselves, statistics for all workers, torch's layer when span =
 batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+import megabatch as mb
 from megabatch.batchnorm import MovingAverages, SpanBatchNorm, use_spans
+from megabatch.cluster import Cluster
+from megabatch.config import LearningRate
+from megabatch.errors import UserError
+from megabatch.launch import run_local
 
 
 def pair(span, dims=2, channels=5):
@@ -115,3 +122,73 @@ def test_images_that_no_spans_can_make_are_refused():
     _, net = pair(span=4)
     with pytest.raises(ValueError, match="not a multiple of the span"):
         net(torch.randn(6, 5, 3, 3, dtype=torch.float64))
+
+
+# --- statistics computed anew ------------------------------------------------------------------
+
+
+class Seen(nn.Module):
+    """A net of two batch norms that keeps what came into them in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm2d(1), nn.BatchNorm2d(3)])
+        self.conv, self.fc = nn.Conv2d(1, 3, 3), nn.Linear(3 * 36, 10)
+        self.inputs = []
+
+    def forward(self, x):
+        inner = self.conv(self.norms[0](x))
+        if self.training:
+            self.inputs.append((x.detach().clone(), inner.detach().clone()))
+        return self.fc(self.norms[1](inner).flatten(1))
+
+
+RECOMPUTED = mb.Config(
+    batch=64, micro=16, span=8, epochs=128 / 1438, bn_recompute=96, deterministic=True,
+    lr=LearningRate(warmup=0), data=mb.recipes.digits().data,
+)  # fmt: skip
+
+
+def test_recomputed_statistics_are_those_of_the_images_exactly():
+    torch.manual_seed(0)
+    net = Seen()
+    mb.train(RECOMPUTED, model=net, quiet=True)
+    # The last six passes before the only evaluation are the 96 images'.
+    assert len(net.inputs) == 2 * 4 + 6
+    for norm, each in zip(net.norms, zip(*net.inputs[-6:], strict=True), strict=True):
+        whole = torch.cat(each).double().transpose(0, 1).flatten(1)
+        assert torch.allclose(norm.running_mean.double(), whole.mean(1), rtol=1e-5, atol=1e-6)
+        assert torch.allclose(norm.running_var.double(), whole.var(1, correction=0), rtol=1e-5)
+    # They are the first images of the order, those that the first steps saw.
+    first = torch.cat([x for x, _ in net.inputs[:6]])
+    assert torch.equal(first, torch.cat([x for x, _ in net.inputs[-6:]]))
+
+
+def recomputed(images):
+    """The whole net after two steps, by name."""
+    cluster = Cluster.from_env()
+    torch.manual_seed(0)
+    net = mb.models.build("small", 10, 1, 8)
+    mb.train(replace(RECOMPUTED, bn_recompute=images), model=net, cluster=cluster, quiet=True)
+    return net.state_dict()
+
+
+def test_recomputed_statistics_are_the_same_on_any_number_of_workers():
+    alone, moving = recomputed(96), recomputed(0)
+    several = run_local(4, recomputed, 96)
+    assert all(torch.equal(alone[name], several[name]) for name in alone)
+    # Only the statistics differ from a run without: training does not know of it.
+    other = {name for name in alone if not torch.equal(alone[name], moving[name])}
+    assert other == {name for name in alone if "running" in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"bn_recompute": 100}, "bn_recompute 100 is not a multiple of micro 16: use 112"),
+        ({"ema": 0.9}, "drop --ema or --bn-recompute"),
+    ],
+)
+def test_what_cannot_be_recomputed_is_refused(change, says):
+    with pytest.raises(UserError, match=says):
+        replace(RECOMPUTED, **change).check()

@@ -109,7 +109,8 @@ def changed(config, change):
         ({"plan": "torus:rings"}, "there is no wiring 'rings': did you mean ring?"),
         ({"plan": "hybrid:ring"}, "there is no plan 'hybrid'"),
         ({"wire": "fp16"}, "--wire fp16 needs a plan of our own"),
-        ({"plan": "torus", "deterministic": True}, "a deterministic run sums along one tree"),
+        ({"hybrid": {"small": "tours"}}, "there is no plan 'tours': did you mean torus?"),
+        ({"hybrid": {"large": "hybrid"}}, "there is no plan 'hybrid'"),
         ({"half_weights": True}, "half_weights needs --precision bf16 or fp16, not fp32"),
         ({"noise": {"follow": True}, "stages": (Stage(5, 128),)}, "drop --stages or --noise.f"),
         ({"noise": {"follow": True, "most": 100}}, "noise.most 100 cannot be made"),
@@ -191,6 +192,7 @@ FREE = {
     "ratio_band", "eval_every", "save_every", "keep", "target_accuracy", "bucket_mb", "plan",
     "wire", "compile", "graphs", "data.path", "data.local_copy", "data.threads", "data.processes",
     "data.resident", "data.shared",
+    "hybrid.small", "hybrid.large", "hybrid.threshold_mb",
 }  # fmt: skip
 
 
@@ -217,7 +219,7 @@ def name_of(section, field):
 
 def every_other():
     """Configs that differ from the plain one in one setting each."""
-    for section in (None, "data", "noise", "lr", "optimizer"):
+    for section in (None, "data", "noise", "lr", "optimizer", "hybrid"):
         whole = PLAIN if section is None else getattr(PLAIN, section)
         kinds = typing.get_type_hints(type(whole))
         for field in fields(whole):
@@ -294,6 +296,25 @@ def test_resizing_keeps_a_recipes_proportions(name):
     assert [s.batch for s in longer.stages] == [4 * s.batch for s in recipe.stages]
     assert [s.epoch for s in longer.stages] == [2 * s.epoch for s in recipe.stages]
     assert recipe.resized() == recipe
+
+
+@pytest.mark.parametrize(
+    ("scaling", "peak", "grown", "formula"),
+    [
+        ("linear", 0.4, 4, "reference * batch / per = 0.1 * 1024 / 256"),
+        ("sqrt", 0.2, 2, "reference * sqrt(batch / per) = 0.1 * sqrt(1024 / 256)"),
+        ("none", 0.1, 1, "reference = 0.1"),
+    ],
+)
+def test_the_rate_is_scaled_by_the_rule_that_is_set(scaling, peak, grown, formula):
+    config = replace(
+        PLAIN, batch=1024, stages=(Stage(5, 4096),), lr=LearningRate(warmup=2, scaling=scaling)
+    ).check()
+    assert config.lr_at(2) == pytest.approx(peak, rel=1e-12)
+    assert config.lr_at(2, 4096) == pytest.approx(grown * peak, rel=1e-12)
+    said = {name: (value, how) for name, value, how in config.derived(10_000, 1)}
+    assert said["peak rate"] == (f"{peak:g}", formula)
+    assert f"rate x {grown}," in said["batch from epoch 5"][1]
 
 
 def test_the_rate_follows_the_batch_or_not():

@@ -254,7 +254,7 @@ def test_a_second_ctrl_c_ends_workers_that_do_not_heed_the_first(tmp_path):
 
 
 def hear_and_go_on(folder):
-    from megabatch.process import stop_requests
+    from megabatch.stopping import stop_requests
 
     with stop_requests(speaks=False) as asked:
         note_pid(Path(folder))

@@ -23,7 +23,7 @@ def test_a_name_means_the_same_to_everyone(name):
     assert mb.Config(plan=name).plan == name
     assert choose(name, "nccl").plan(1) == plan == named(name, "nccl")
     assert choose(name, "gloo").plan(1) == named(name, "gloo")
-    assert {plan for plan, _ in candidates(8, plan=name).shapes} == {name}
+    assert {setting.plan for setting in candidates(8, plan=name).settings()} == {name}
 
 
 def test_a_name_says_which_phases_and_how():

@@ -9,11 +9,18 @@ import pytest
 import torch
 
 import megabatch as mb
+from megabatch.cluster import Cluster
 from megabatch.config import LearningRate, OptimizerConfig
 from megabatch.errors import UserError
+from megabatch.launch import run_local
+from megabatch.plans.names import named as named_plan
+from megabatch.plans.names import plan_of
 from megabatch.recipes import BY_BATCH, RECIPES, named
 from megabatch.recipes.imagenet import IMAGES
 from megabatch.recipes.mlperf import ROWS, mlperf
+from megabatch.sync.buckets import buckets_of
+from megabatch.sync.choice import choose
+from megabatch.verbs.train import read_flags
 
 IMAGENET = sorted(set(RECIPES) - {"digits"})
 
@@ -151,7 +158,7 @@ def test_mikami2018():
     assert found["steps in all"] == "2,208"
     assert found["images in all"] == "115,310,592"
     assert config.bn_momentum == 1.0  # no moving averages
-    assert config.label_smoothing == 0.1
+    assert config.label_smoothing == 0  # the second version's
     # MLPerf's 32,768: 21.2 and 16 epochs of warm-up
     assert found["peak rate"] == "22.525"  # 21.2 * 34,816 / 32,768
     assert found["warm-up steps"] == "589"
@@ -159,6 +166,135 @@ def test_mikami2018():
     assert config.optimizer == replace(mlperf(32768).optimizer, eps=1e-6)
     assert config.lr == mlperf(32768).lr
 
+
+def test_mikami2018_54k():
+    config = mb.recipes.mikami2018_54k()
+    # The second version: 16 images on each of 3,456 GPUs, smoothed labels
+    assert [stage.batch for stage in config.all_stages] == [16 * 3456]
+    assert (config.span, config.label_smoothing, config.bn_momentum) == (16, 0.1, 1.0)
+    assert table(config)["steps in all"] == "2,086"
+    # MLPerf's 58,880, the rate in proportion
+    assert config.lr_at(29) == pytest.approx(23.246 * 55_296 / 58_880, rel=1e-12)
+    assert config.optimizer == replace(mlperf(58880).optimizer, eps=1e-6)
+
+
+def test_mikami2018_119k():
+    config = mb.recipes.mikami2018_119k()
+    # The largest batch of the paper: 32 images on each of 3,808 GPUs
+    assert [stage.batch for stage in config.all_stages] == [16 * 3808, 32 * 3808]
+    assert config.all_stages[-1].batch == 119 * 1024
+    assert config.stages[0].epoch > config.lr.warmup  # not two ramps at once
+
+
+def test_goyal2017_resnet101():
+    deeper = mb.recipes.goyal2017_resnet101()
+    assert deeper == replace(mb.recipes.goyal2017(), name=deeper.name, model="resnet101")
+
+
+# --- how gradients are summed ------------------------------------------------------------------
+
+SUMMED = {
+    "digits": ("backend", "fp32"),
+    "goyal2017": ("three_phase", "fp32"),
+    "goyal2017_resnet101": ("three_phase", "fp32"),
+    "you2018": ("ring", "fp32"),
+    "you2018_alexnet": ("ring", "fp32"),
+    "jia2018": ("hybrid", "fp16"),
+    "jia2018_alexnet": ("hybrid", "fp16"),
+    "mikami2018": ("torus", "fp16"),
+    "mikami2018_54k": ("torus", "fp16"),
+    "mikami2018_119k": ("torus", "fp16"),
+    "mlperf": ("backend", "fp32"),
+}
+
+
+def test_each_recipe_sums_as_its_paper_does():
+    assert {name: (r().plan, r().wire) for name, r in RECIPES.items()} == SUMMED
+    # Goyal, section 4: inside the server, halving-doubling between servers, back into the server
+    assert [(p.op, p.axis, p.via) for p in plan_of("three_phase")] == [
+        ("reduce", "x", "backend"),
+        ("all_reduce", "y", "halving_doubling"),
+        ("broadcast", "x", "backend"),
+    ]
+
+
+def test_jias_hybrid_sends_fc6_and_fc7_by_a_ring_and_all_else_hierarchically():
+    config = mb.recipes.jia2018_alexnet()
+    assert config.hybrid == mb.recipes.jia2018().hybrid
+    assert config.bucket_mb <= config.hybrid.threshold_mb  # what is fused is small
+    choice = choose("hybrid", "gloo", thresholds=config.hybrid.thresholds)
+    ring, hierarchical = named_plan("ring", "gloo"), named_plan("hierarchical", "gloo")
+    with torch.device("meta"):
+        net = mb.models.build(config.model, 1000).half()
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    way = {}
+    for bucket in buckets_of(net.parameters(), config.bucket_mb * 1e6):
+        plan = choice.plan(2 * bucket.tree.length)  # in fp16
+        way.update({names[parameter]: plan for parameter in bucket.parameters})
+    large = {name for name, plan in way.items() if plan == ring}
+    assert large == {"fc6.weight", "fc7.weight"}
+    assert all(plan == hierarchical for name, plan in way.items() if name not in large)
+
+
+def weights_after_two_steps(name, plan=None):
+    """A small net trained by a recipe's way of summing, on this worker's grid of two rows."""
+    cluster = Cluster.from_env(grid=(2, 2))
+    recipe = RECIPES[name]()
+    config = mb.Config(
+        batch=64,
+        micro=16,
+        span=16,
+        epochs=128 / 1438,
+        lr=LearningRate(warmup=0),
+        bucket_mb=0.01,
+        plan=plan or recipe.plan,
+        wire="fp32" if plan else recipe.wire,
+        # Thresholds for a net of 78k weights, whose largest tensor has 148 kB
+        hybrid=replace(recipe.hybrid, threshold_mb=0.01),
+        data=mb.recipes.digits().data,
+    )
+    torch.manual_seed(0)
+    net = mb.models.build("small", 10, 1, 8)
+    mb.train(config, model=net, cluster=cluster, quiet=True)
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("name", ["goyal2017", "you2018", "jia2018", "mikami2018"])
+def test_four_workers_train_by_the_papers_sums(name):
+    found = run_local(4, weights_after_two_steps, name)
+    backend = run_local(4, weights_after_two_steps, name, "backend")
+    assert found.shape == backend.shape
+    # A half wire rounds each gradient to 11 bits.
+    close = 1e-6 if SUMMED[name][1] == "fp32" else 2e-3
+    assert (found - backend).norm() < close * backend.norm()
+
+
+@pytest.mark.parametrize("name", sorted(name for name, (plan, _) in SUMMED.items()
+                                        if plan != "backend"))  # fmt: skip
+def test_a_recipes_plan_gives_way_with_a_line_that_says_so(name):
+    config = RECIPES[name]()
+    plan, wire = SUMMED[name]
+
+    def said(config, world):
+        return {title: (value, how) for title, value, how in config.derived(IMAGES, world)}["plan"]
+
+    gone = f"{plan} in {wire} gives way: "
+    assert said(config, 4)[0] == plan
+    assert said(config, 1) == ("none", gone + "one worker has nothing to sum")
+    tree = replace(config, deterministic=True).check()
+    assert said(tree, 4) == ("none", gone + "a deterministic run sums along one tree in fp32")
+
+
+def test_on_the_command_line_a_plan_beside_deterministic_is_refused_but_not_the_recipes():
+    config, _ = read_flags("mikami2018", ["--deterministic"])
+    assert (config.deterministic, config.plan) == (True, "torus")
+    assert read_flags("mikami2018", ["--deterministic", "--plan", "backend", "--wire", "fp32"])
+    for flags in (["--plan", "ring"], ["--wire", "bf16"], ["--plan", "torus"]):
+        with pytest.raises(UserError, match="a deterministic run sums along one tree"):
+            read_flags("mikami2018", ["--deterministic", *flags])
+
+
+# --- MLPerf ------------------------------------------------------------------------------------
 
 # Batch, rate, warm-up, momentum, weight decay, steps of decay, where they are counted from, span:
 # MLPerf's reference convergence points, rcps_resnet.json of training 4.0.

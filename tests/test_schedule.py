@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import megabatch as mb
 from megabatch.config import LearningRate
-from megabatch.schedule import Constant, Cosine, Poly, StepDecay, Warmup
+from megabatch.schedule import Constant, Cosine, Poly, StepDecay, Warmup, scaled
 
 rates = st.floats(0.001, 100)
 lengths = st.floats(0.5, 200)
@@ -40,6 +40,23 @@ def test_the_quadratic_ramp_is_nvcaffes():
     # lr = r + (base - r) * (iter / N)^2, AlexNet at 8K: from 1 to 10 in 600 iterations.
     ramp = Warmup(600, to=10.0, start=1.0, shape="quadratic")
     assert [ramp(i) for i in (0, 300, 600)] == [1.0, 1.0 + 9.0 * 0.25, 10.0]
+
+
+def test_goyals_constant_warm_up_jumps():
+    lr = LearningRate(
+        0.1, 256, warmup=5, start=0.1, ramp="constant", decay="steps", drop_at=(30,)
+    ).over(8192, 90)
+    assert [lr(epoch) for epoch in (0, 2.5, 4.999)] == [0.1] * 3
+    assert lr(5) == 3.2
+    assert Warmup(5, to=3.2, start=0.1, shape="constant")(5) == 3.2
+
+
+def test_the_rules_that_goyal_holds_linear_scaling_against():
+    # At 8k: fixed at 0.1, and 0.1 * sqrt(32)
+    assert scaled(0.1, 8192, 256, "none") == 0.1
+    assert scaled(0.1, 8192, 256, "sqrt") == 0.1 * 32**0.5
+    assert scaled(0.1, 8192, 256) == mb.linear_scaling(0.1, 8192) == 3.2
+    assert scaled(29.0, 8192, None, "sqrt") == 29.0
 
 
 def test_poly_that_counts_from_the_first_step_of_the_run():

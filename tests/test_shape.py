@@ -23,8 +23,8 @@ TORCH_FREE = [
 
 # Each room may import those before it in this list (and its own); nothing goes up.
 LEVELS = [
-    ["errors", "version", "durable"],
-    ["schedule", "tree", "plans"],
+    ["errors", "version", "durable", "stopping"],
+    ["scratch", "schedule", "tree", "plans"],
     ["optim", "kernels"],
     ["batch", "models"],
     ["config"],
@@ -35,7 +35,7 @@ LEVELS = [
     ["passes"],
     ["graphs"],
     ["parts"],
-    ["step"],
+    ["step", "recompute"],
     ["training"],
     ["report", "cli", "bench", "doctor", "verbs"],
 ]

@@ -29,6 +29,7 @@ from megabatch.data.loader import MicroBatch
 from megabatch.errors import DONE, UserError
 from megabatch.parts import assemble, prepared
 from megabatch.planner.machine import update
+from megabatch.planner.peak import share_of_peak
 from megabatch.planner.workload import made_for
 from megabatch.process import compute_settings
 from megabatch.step import train_step
@@ -99,7 +100,10 @@ def run(arguments: list[str]) -> int:
         with one_worker(config, torch.device(device)) as train:
             rate = micro / time_of(train, flags.seconds, device)
         rows.append({"model": flags.model, "micro": micro, "images_per_second": rate})
-        print(f"{flags.model} micro {micro:5d}  {rate:12,.1f} images/s", flush=True)
+        chip = torch.cuda.get_device_name() if device == "cuda" else ""
+        share = share_of_peak(chip, flags.model, size, channels, classes, rate)
+        of_peak = "" if share is None else f"  {share:6.1%} of the chip's peak FLOP/s"
+        print(f"{flags.model} micro {micro:5d}  {rate:12,.1f} images/s{of_peak}", flush=True)
     update(flags.out, {"compute": rows, "host": host(device), "sources": {"compute": _how(flags)}})
     print(f"written to {flags.out}", file=sys.stderr)
     if flags.json:

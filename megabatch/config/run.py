@@ -21,6 +21,7 @@ from megabatch.config.sections import (
     IMAGES,
     PIXELS,
     Data,
+    Hybrid,
     LearningRate,
     Noise,
     OptimizerConfig,
@@ -36,7 +37,7 @@ from megabatch.config.settings import (
 )
 from megabatch.errors import UserError
 from megabatch.plans import names
-from megabatch.schedule import linear_scaling
+from megabatch.schedule import scaled
 from megabatch.tree import deal
 
 # What a stage of the batch may be: as epochs, batch and momentum of the whole run.
@@ -69,6 +70,9 @@ class Config:
     """share of the target spread evenly over all classes"""
     bn_momentum: float = setting(0.1, above=0, most=1)
     """weight of the present step in the moving averages of batch norm (1: no moving average)"""
+    bn_recompute: int = setting(0, least=0, most=IMAGES)
+    """before an evaluation, compute batch norm's statistics anew over so many training images (0:
+    evaluate with the moving averages)"""
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = setting("fp32")
     """of activations; bf16 and fp16 by autocast, weights and optimizer in fp32"""
     half_weights: bool = setting(False)
@@ -108,6 +112,7 @@ class Config:
     auto (as bench sync measured)"""
     wire: Literal["fp32", "fp16", "bf16"] = setting("fp32", may_change=True)
     """what gradients travel in, by a plan of our own"""
+    hybrid: Hybrid = field(default_factory=Hybrid)
     data: Data = field(default_factory=Data)
     noise: Noise = field(default_factory=Noise)
     lr: LearningRate = field(default_factory=LearningRate)
@@ -144,7 +149,12 @@ class Config:
     def lr_at(self, epoch: float, batch: int | None = None) -> float:
         """The learning rate at an epoch for a step of that batch (None: the first stage's)."""
         rate = self.lr.over(self.batch, self.epochs)(epoch)
-        return rate * (batch or self.batch) / self.batch if self.rate_follows_batch else rate
+        return rate if batch is None else self._at_batch(rate, batch)
+
+    def _at_batch(self, rate: float, batch: int) -> float:
+        """A rate of the first stage's batch, at another stage's."""
+        rule = self.lr.scaling if self.rate_follows_batch else "none"
+        return scaled(rate, batch, self.batch, rule)
 
     def momentum_at(self, stage: int) -> float:
         """The momentum in a stage: the last one that a stage so far has set."""
@@ -169,14 +179,15 @@ class Config:
         """What follows from the configuration: rows of (name, value, formula)."""
         stages = self.all_stages
         steps, seen = count_steps(stages, images, self.epochs)
-        peak = linear_scaling(self.lr.reference, self.batch, self.lr.per)
+        peak = self.lr.peak(self.batch)
         shares = [last - first for first, last in deal(self.batch // self.micro, world)]
         share = f"{min(shares)} to {max(shares)}" if min(shares) < max(shares) else str(max(shares))
         warm = count_steps(stages, images, min(self.lr.warmup, self.epochs))[0]
-        scaled = "reference" if self.lr.per is None else "reference * batch / per"
-        rule = (
-            f"{self.lr.reference:g} * {self.batch} / {self.lr.per}" if self.lr.per else f"{peak:g}"
-        )
+        shape = {"linear": "{} * {} / {}", "sqrt": "{} * sqrt({} / {})", "none": "{}"}
+        formula = shape["none" if self.lr.per is None else self.lr.scaling]
+        how = formula.format("reference", "batch", "per")
+        rule = formula.format(f"{self.lr.reference:g}", self.batch, self.lr.per)
+        until = "at" if self.lr.ramp == "constant" else "from"
         rows = [
             ("world", str(world), "workers"),
             ("images an epoch", f"{images:,}", "training images"),
@@ -186,8 +197,8 @@ class Config:
             ("micro-batches a step", str(self.batch // self.micro), f"{self.batch} / {self.micro}"),
             ("micro-batches a worker", share, f"{self.batch // self.micro} / {world}"),
             ("steps an epoch", f"{images / self.batch:.2f}", f"{images} / {self.batch}"),
-            ("warm-up steps", str(warm), f"{self.lr.warmup:g} epochs from {self.lr.start:g}"),
-            ("peak rate", f"{peak:g}", f"{scaled} = {rule}"),
+            ("warm-up steps", str(warm), f"{self.lr.warmup:g} epochs {until} {self.lr.start:g}"),
+            ("peak rate", f"{peak:g}", f"{how} = {rule}"),
             ("decay", self.lr.decay, f"ends at epoch {self.epochs:g}"),
         ]
         rows += [
@@ -195,7 +206,7 @@ class Config:
                 f"batch from epoch {stage.epoch:g}",
                 f"{stage.batch:,}",
                 f"{stage.batch // self.micro} micro-batches, rate x "
-                f"{stage.batch / self.batch if self.rate_follows_batch else 1:g}, "
+                f"{self._at_batch(1, stage.batch):g}, "
                 f"momentum {self.momentum_at(index):g}",
             )
             for index, stage in enumerate(stages)
@@ -204,7 +215,24 @@ class Config:
         rows.append(("steps in all", f"{steps:,}", f"until {self.epochs:g} x {images} are seen"))
         rows.append(("images in all", f"{seen:,}", "sum of the batches"))
         rows.append(("evaluation sees", *self._evaluation_sees()))
-        return rows
+        return rows + self._summed(world)
+
+    def _summed(self, world: int) -> list[tuple[str, str, str]]:
+        """How a plan sums gradients over workers, or why it gives way; no row without a plan."""
+        if self.plan == "backend":
+            return []
+        given_way = ""
+        if world == 1:
+            given_way = "one worker has nothing to sum"
+        elif self.deterministic:
+            given_way = "a deterministic run sums along one tree in fp32"
+        if given_way:
+            return [("plan", "none", f"{self.plan} in {self.wire} gives way: {given_way}")]
+        how = f"in {self.wire}, buckets of {self.bucket_mb:g} MB"
+        if self.plan == "hybrid":
+            choice = self.hybrid
+            how += f"; {choice.small} up to {choice.threshold_mb:g} MB, then {choice.large}"
+        return [("plan", self.plan, how)]
 
     def _evaluation_sees(self) -> tuple[str, str]:
         data = self.data
@@ -231,8 +259,13 @@ class Config:
             f"half_weights needs --precision bf16 or fp16, not {self.precision}",
         )
         need(
-            not self.deterministic or (self.plan == "backend" and self.wire == "fp32"),
-            "a deterministic run sums along one tree in fp32: drop --plan and --wire",
+            self.bn_recompute % self.micro == 0,
+            f"bn_recompute {self.bn_recompute} is not a multiple of micro {self.micro}: use "
+            f"{-(-self.bn_recompute // self.micro) * self.micro}",
+        )
+        need(
+            self.bn_recompute == 0 or self.ema == 0,
+            "a moving average of the weights has averaged statistics: drop --ema or --bn-recompute",
         )
         need(
             self.wire == "fp32" or self.plan != "backend",

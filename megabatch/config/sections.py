@@ -11,7 +11,8 @@ from typing import Literal
 from megabatch import optim, schedule
 from megabatch.config.settings import check_settings, need, setting
 from megabatch.errors import nearest
-from megabatch.schedule import Schedule, linear_scaling
+from megabatch.plans import names
+from megabatch.schedule import Schedule, scaled
 
 EPOCHS = 1e9
 """the longest run, in epochs"""
@@ -121,12 +122,14 @@ class LearningRate:
     per: int | None = setting(256, least=1, most=IMAGES)
     """images the reference is for; the peak is reference * batch / per (None: the reference
     itself)"""
+    scaling: Literal["linear", "sqrt", "none"] = setting("linear")
+    """how the rate grows with the batch: linear, sqrt (of batch / per), none"""
     warmup: float = setting(5.0, least=0, most=EPOCHS)
-    """epochs of gradual warm-up"""
+    """epochs of warm-up"""
     start: float = setting(0.0, least=0, most=1e6)
     """rate at the first step of the warm-up"""
-    ramp: Literal["linear", "quadratic"] = setting("linear")
-    """shape of the warm-up"""
+    ramp: Literal["linear", "quadratic", "constant"] = setting("linear")
+    """shape of the warm-up; constant: the starting rate for all of it, then the peak at once"""
     decay: Literal["poly", "cosine", "steps", "constant"] = setting("poly")
     """shape of what follows the warm-up, to the end of the run"""
     power: float = setting(2.0, above=0, most=100)
@@ -163,9 +166,13 @@ class LearningRate:
             self, warmup=self.warmup * by, drop_at=tuple(epoch * by for epoch in self.drop_at)
         )
 
+    def peak(self, batch: int) -> float:
+        """The rate that a run of this global batch warms up to."""
+        return scaled(self.reference, batch, self.per, self.scaling)
+
     def over(self, batch: int, epochs: float) -> Schedule:
         """The schedule of a run of so many epochs that begins with this global batch."""
-        peak = linear_scaling(self.reference, batch, self.per)
+        peak = self.peak(batch)
         rest = epochs - self.warmup
         decay: schedule.Piece
         if self.decay == "poly":
@@ -236,6 +243,32 @@ class OptimizerConfig:
                 f"lamb has no {one.name}, which is {value} here: leave it away, or give "
                 f"--optimizer.{remedy}",
             )
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """Jia's choice by size. Buckets are never larger than bucket_mb but for a tensor that is so by
+    itself: from bucket_mb up, the threshold parts fused tensors from large ones."""
+
+    small: str = setting("three_phase:halving_doubling", may_change=True)
+    """plan hybrid: how small tensors and fused ones are summed"""
+    large: str = setting("torus", may_change=True)
+    """plan hybrid: how those above the threshold are"""
+    threshold_mb: float = setting(0.262144, above=0, most=1e6, may_change=True)
+    """plan hybrid: the largest small one, in megabytes on the wire"""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        check_settings(self, "hybrid.")
+        for name in (self.small, self.large):
+            names.plan_of(name)
+
+    @property
+    def thresholds(self) -> tuple[tuple[int | None, str], ...]:
+        """Up to so many bytes, that plan; None: all that is larger."""
+        return ((round(self.threshold_mb * 1e6), self.small), (None, self.large))
 
 
 @dataclass(frozen=True)

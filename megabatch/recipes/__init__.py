@@ -9,10 +9,10 @@ from collections.abc import Callable
 from megabatch.config import Config, check_setting
 from megabatch.errors import UserError, nearest
 from megabatch.recipes.digits import digits
-from megabatch.recipes.goyal2017 import goyal2017
+from megabatch.recipes.goyal2017 import goyal2017, goyal2017_resnet101
 from megabatch.recipes.jia2018 import jia2018
 from megabatch.recipes.jia2018_alexnet import jia2018_alexnet
-from megabatch.recipes.mikami2018 import mikami2018
+from megabatch.recipes.mikami2018 import mikami2018, mikami2018_54k, mikami2018_119k
 from megabatch.recipes.mlperf import mlperf
 from megabatch.recipes.you2018 import you2018
 from megabatch.recipes.you2018_alexnet import you2018_alexnet
@@ -20,11 +20,14 @@ from megabatch.recipes.you2018_alexnet import you2018_alexnet
 RECIPES: dict[str, Callable[[], Config]] = {
     "digits": digits,
     "goyal2017": goyal2017,
+    "goyal2017_resnet101": goyal2017_resnet101,
     "you2018": you2018,
     "you2018_alexnet": you2018_alexnet,
     "jia2018": jia2018,
     "jia2018_alexnet": jia2018_alexnet,
     "mikami2018": mikami2018,
+    "mikami2018_54k": mikami2018_54k,
+    "mikami2018_119k": mikami2018_119k,
     "mlperf": mlperf,
 }
 # Recipes that were published for several batches: a batch chooses the settings, not only the rate.
@@ -53,9 +56,12 @@ __all__ = [
     "RECIPES",
     "digits",
     "goyal2017",
+    "goyal2017_resnet101",
     "jia2018",
     "jia2018_alexnet",
     "mikami2018",
+    "mikami2018_54k",
+    "mikami2018_119k",
     "mlperf",
     "named",
     "you2018",

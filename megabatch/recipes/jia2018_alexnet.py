@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megabatch.config import Config, LearningRate, OptimizerConfig
 from megabatch.recipes.imagenet import crops_of_256
+from megabatch.recipes.jia2018 import jia_hybrid
 
 
 def jia2018_alexnet() -> Config:
@@ -13,7 +14,8 @@ def jia2018_alexnet() -> Config:
     Published: 1,024 Tesla P40 (--micro 64), 95 epochs in 4 minutes, top-1 58.7 %
 
     The paper's: net, batch, epochs, precision, no decay on biases and batch norm, 64 images a GPU
-    as the span. Rate, warm-up, decay, loss scale and crops are not known: see the comments.
+    as the span, fp16 on the wire, the hybrid all-reduce (fc6 and fc7 by a plain ring). Rate,
+    warm-up, decay, loss scale, crops and thresholds are not known: see the comments.
     """
     return Config(
         name="jia2018_alexnet",
@@ -25,6 +27,9 @@ def jia2018_alexnet() -> Config:
         precision="fp16",
         half_weights=True,
         loss_scale=None,  # the paper's factor is not known: dynamic
+        plan="hybrid",
+        wire="fp16",
+        hybrid=jia_hybrid(),
         data=crops_of_256(227),  # stand-in: Caffe's
         # Stand-ins: the solver file of LARS's authors for AlexNet-BN at 32k, the largest batch that
         # has one, the rate not raised for 64k. `unadapted_rate` is explained in you2018_alexnet.

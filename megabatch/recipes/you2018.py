@@ -23,6 +23,7 @@ def you2018() -> Config:
         batch=32768,
         micro=256,
         span=16,  # 32,768 images on 2,048 nodes, batch norm by node
+        plan="ring",  # of the clusters' MPI
         data=crops_of_256(),
         # Stand-ins: rate 2^5, 14 epochs of warm-up and decay 1e-4 are from the first author's later
         # code for the same net, batch and length (76.75 %, with crops by area). They belong to a

@@ -22,6 +22,7 @@ def you2018_alexnet() -> Config:
         batch=32768,
         micro=512,
         span=16,  # 32,768 images on 2,048 processors
+        plan="ring",  # of the clusters' MPI
         data=crops_of_256(227),
         lr=LearningRate(
             reference=32.0,

@@ -1,27 +1,36 @@
 """Checkpoints: a folder of safetensors and JSON, written aside, synced, then renamed into place.
 
-A checkpoint holds everything the rest of the run depends on; its checksums are verified before it
-is used, and the newest good one is taken. All workers hold the same state, so one of them writes.
+A checkpoint holds everything the rest of the run depends on, and a manifest of its files' sizes and
+checksums, itself checked; the newest good one is taken. All workers hold the same state, so one of
+them writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import safetensors.torch
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from megabatch.durable import sync
+from megabatch.durable import open_plain, read_plain, remove, sync, write
+from megabatch.errors import UserError
 
-_WEIGHTS, _OPTIMIZER, _EXTRA = "model.safetensors", "optimizer.safetensors", "extra.safetensors"
-_STATE = "state.json"
+WEIGHTS = "model.safetensors"
+_OPTIMIZER, _EXTRA, _STATE = "optimizer.safetensors", "extra.safetensors", "state.json"
+_MANIFEST = "manifest.json"
+# Bytes at most: a folder of somebody else's may hold anything.
+_MOST = {WEIGHTS: 64 << 30, _OPTIMIZER: 64 << 30, _EXTRA: 64 << 30, _STATE: 64 << 20}
+_MOST_MANIFEST = 64 << 10
 
 
 class Saved(Protocol):
@@ -39,26 +48,45 @@ class Saved(Protocol):
 
 
 def save(folder: Path, saved: Saved, state: dict[str, Any], keep: int) -> Path:
-    """Write a checkpoint named by state["seen"], which is JSON; the newest `keep` stay."""
+    """Write a checkpoint named by state["seen"], which is JSON; the newest `keep` stay.
+
+    A good one of that name stays as it is: a run that went no further has nothing new to save.
+    """
     final = folder / f"seen-{state['seen']:012d}"
     partial = folder / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    tensors, rest = _split(saved.optimizer.state_dict())
-    save_file(_contiguous(saved.net.state_dict()), partial / _WEIGHTS)
-    save_file(_contiguous(tensors), partial / _OPTIMIZER)
-    save_file(_contiguous(saved.tensors()), partial / _EXTRA)
-    sums = {name: _checksum(partial / name) for name in (_WEIGHTS, _OPTIMIZER, _EXTRA)}
-    record = {"state": state, "optimizer": rest, "sha256": sums}
-    (partial / _STATE).write_text(json.dumps(record, indent=2) + "\n")
-    for path in (*partial.iterdir(), partial):
-        sync(path)
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".seen-*"):  # by one that was killed while it saved
+        shutil.rmtree(left, ignore_errors=True)
+    if final.exists() and _fault(final) is None:
+        return final
+    try:
+        _write(partial, saved, state)
+        if final.exists():
+            remove(final)
+        partial.rename(final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk its space is wanted
+        raise
     sync(folder)
     for old in list(_newest_first(folder))[keep:]:
-        shutil.rmtree(old)
+        remove(old)
     return final
+
+
+def _write(partial: Path, saved: Saved, state: dict[str, Any]) -> None:
+    partial.mkdir()
+    tensors, rest = _split(saved.optimizer.state_dict())
+    entries = {}
+    for name, held in (
+        (WEIGHTS, saved.net.state_dict()),
+        (_OPTIMIZER, tensors),
+        (_EXTRA, saved.tensors()),
+    ):
+        entries[name] = _put(partial / name, safetensors.torch.save(_contiguous(held)))
+    record = json.dumps({"state": state, "optimizer": rest}, indent=2) + "\n"
+    entries[_STATE] = _put(partial / _STATE, record.encode())
+    write(partial / _MANIFEST, _manifest(entries))
+    sync(partial)
 
 
 def newest(folder: Path) -> Path | None:
@@ -77,21 +105,71 @@ def seen(path: Path) -> int:
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
-    module.load_state_dict(load_file(path / _WEIGHTS))
+    with fitting(path):
+        module.load_state_dict(_tensors(path, WEIGHTS))
 
 
 def load_extra(path: Path) -> dict[str, Tensor]:
-    return load_file(path / _EXTRA)
+    with fitting(path):
+        return _tensors(path, _EXTRA)
 
 
 def load(path: Path, saved: Saved) -> dict[str, Any]:
     """Restore all of it; returns the state the checkpoint was saved with."""
-    record = json.loads((path / _STATE).read_text())
     load_weights(path, saved.net)
-    saved.optimizer.load_state_dict(_join(load_file(path / _OPTIMIZER), record["optimizer"]))
-    saved.load(load_extra(path))
-    state: dict[str, Any] = record["state"]
+    with fitting(path):
+        record = json.loads(read_plain(path / _STATE, _MOST[_STATE]))
+        state: dict[str, Any] = record["state"]
+        joined = _join(_tensors(path, _OPTIMIZER), record["optimizer"])
+        _check_optimizer(saved.optimizer, joined)
+        saved.optimizer.load_state_dict(joined)
+        saved.load(load_extra(path))
+        if state["seen"] != seen(path):
+            raise ValueError(f"it says that {state['seen']} images were seen")
     return state
+
+
+@contextlib.contextmanager
+def fitting(path: Path) -> Iterator[None]:
+    """A good checkpoint may still be another run's, or made up: what does not fit is said so."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (
+        OSError, SafetensorError, RecursionError, RuntimeError, ArithmeticError,
+        ValueError, TypeError, LookupError, AttributeError,
+    ) as error:  # fmt: skip
+        words = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"the checkpoint {path} does not fit this run ({type(error).__name__}: {words}): "
+            f"remove it, or name the run that it is of"
+        ) from error
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, joined: dict[str, Any]) -> None:
+    """torch takes any state of the right number of parameters: types and shapes are ours to
+    check."""
+    own = optimizer.state_dict()["param_groups"]
+    for mine, theirs in zip(own, joined["param_groups"], strict=True):
+        for name, value in mine.items():
+            if _kind(theirs[name]) != _kind(value) or (name == "params" and theirs[name] != value):
+                raise ValueError(f"the optimizer's {name} is {theirs[name]!r:.60}")
+        if theirs.keys() != mine.keys():
+            raise ValueError("the optimizer's groups have other settings")
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for index, entries in joined["state"].items():
+        for name, value in entries.items():
+            if index < 0 or not (isinstance(value, Tensor) or _kind(value) in (float, bool)):
+                raise ValueError(f"the optimizer's {name} of parameter {index} is {value!r:.60}")
+            if isinstance(value, Tensor) and value.ndim and value.shape != weights[index].shape:
+                raise ValueError(f"the optimizer's {name} of parameter {index} has another shape")
+
+
+def _kind(value: Any) -> type:
+    """Of JSON's kinds: a tuple comes back as a list, and 0.0 may have been 0."""
+    numbers = isinstance(value, int | float) and not isinstance(value, bool)
+    return float if numbers else list if isinstance(value, tuple) else type(value)
 
 
 def weights_sha256(module: nn.Module) -> str:
@@ -130,19 +208,47 @@ def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _newest_first(folder: Path) -> Iterator[Path]:
-    yield from sorted(folder.glob("seen-*"), reverse=True)
+    """Checkpoints by their names: folders, not links to some."""
+    if not folder.is_dir() or folder.is_symlink():
+        return
+    found = [path for path in folder.iterdir() if re.fullmatch(r"seen-[0-9]{12,18}", path.name)]
+    yield from sorted((p for p in found if not p.is_symlink()), key=seen, reverse=True)
 
 
 def _fault(path: Path) -> str | None:
     """Why a checkpoint cannot be trusted; None when it can."""
     try:
-        sums = json.loads((path / _STATE).read_text())["sha256"]
-        bad = [name for name, wanted in sums.items() if _checksum(path / name) != wanted]
-    except (OSError, ValueError, KeyError) as error:
+        written = read_plain(path / _MANIFEST, _MOST_MANIFEST)
+        entries = json.loads(written)["files"]
+        # Made anew from what it says, so that no byte of it goes unchecked.
+        if not isinstance(entries, dict) or _manifest(entries) != written:
+            return f"the checksum of {_MANIFEST} does not agree"
+        if entries.keys() != _MOST.keys():
+            return f"{_MANIFEST} does not name the files of a checkpoint"
+        for name, most in _MOST.items():
+            with open_plain(path / name, most) as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+                if {"nbytes": file.tell(), "sha256": found} != entries[name]:
+                    return f"the checksum of {name} does not agree"
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
-    return f"the checksum of {bad[0]} does not agree" if bad else None
+    return None
 
 
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _put(path: Path, data: bytes) -> dict[str, Any]:
+    """Write one file; returns its entry in the manifest."""
+    write(path, data)
+    return {"nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _manifest(entries: dict[str, Any]) -> bytes:
+    """The entries, and their own checksum."""
+    own = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+    record = {"files": entries, "sha256": own}
+    return (json.dumps(record, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _tensors(path: Path, name: str) -> dict[str, Tensor]:
+    open_plain(path / name, _MOST[name]).close()
+    found: dict[str, Tensor] = safetensors.torch.load_file(path / name)
+    return found

@@ -1,18 +1,27 @@
 """The folder of a run: config.json, environment.json, metrics.jsonl, checkpoints, summary.json.
 
-Without a folder nothing is written. All workers read it; only the first writes.
+Without a folder nothing is written. All workers read it; only the first writes, and it holds the
+folder's lock while it does.
 """
 
 from __future__ import annotations
 
+import errno
 import json
-from dataclasses import asdict, dataclass, field
+import math
+import platform
+import time
+from dataclasses import asdict, dataclass, field, fields
+from io import FileIO
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+from megabatch.batch import Step
 from megabatch.cluster import Cluster
 from megabatch.config import Config
-from megabatch.errors import UserError
+from megabatch.durable import is_plain, lock, read_plain, write_whole
+from megabatch.errors import RunFailed, UserError
 from megabatch.noise import NoiseScale, following_batch
 from megabatch.runs import checkpoint
 from megabatch.runs.alive import mark
@@ -36,6 +45,9 @@ class State:
     evaluation: dict[str, float] = field(
         default_factory=lambda: {"top1": 0.0, "top5": 0.0, "loss": float("nan")}
     )
+    best_top1: float = 0.0
+    last_top1s: list[float] = field(default_factory=list)
+    """of the last evaluations, five at most"""
     seconds: float = 0.0
     skipped: int = 0
     """steps in a row, up to the last one read, that did not count"""
@@ -52,15 +64,64 @@ class State:
             self.batch = numbers.batch or batch
             self.proposed = following_batch(config, self.batch, self.noise.scale)
 
+    def evaluated(self, evaluation: dict[str, float]) -> None:
+        """Take in an evaluation: the last, perhaps the best, one of the last five."""
+        self.evaluation = evaluation
+        self.best_top1 = max(self.best_top1, evaluation["top1"])
+        self.last_top1s = [*self.last_top1s, evaluation["top1"]][-5:]
+
     @staticmethod
-    def of(saved: dict[str, Any]) -> State:
-        return State(**{**saved, "noise": NoiseScale(**saved["noise"])})
+    def of(saved: dict[str, Any], stages: int) -> State:
+        """What a checkpoint of a run with so many stages holds; an error where that can be no
+        run's."""
+        state = State(**{**saved, "noise": NoiseScale(**saved["noise"])})
+        counts = (state.seen, state.steps, state.proposed, state.skipped, state.batch or 0)
+        numbers = (*asdict(state.noise).values(), state.seconds, *state.evaluation.values())
+        steps = [Step(**step) for step, _ in state.pending]
+        told = [number for _, row in state.pending for number in row]
+        if not (
+            all(type(count) is int and count >= 0 for count in counts)
+            and all(type(number) in (int, float) for number in (*numbers, *told))
+            and state.evaluation.keys() == State().evaluation.keys()
+            and all(len(row) == len(fields(StepNumbers)) - 1 for _, row in state.pending)
+            and all(row[_SCALE] > 0 for _, row in state.pending)
+            and all(type(n) is int and n >= 0 for s in steps for n in (s.index, s.seen, s.stage))
+            and all(type(s.batch) is int and s.batch > 0 and s.stage < stages for s in steps)
+            and all(type(s.epoch) in (int, float) for s in steps)
+        ):
+            raise ValueError("its state has values that no run has")
+        return state
+
+
+_SCALE = [one.name for one in fields(StepNumbers)].index("loss_scale") - 1
+"""where the loss scale stands in a waiting step's numbers"""
+_OTHERS_SECONDS = 5.0
+"""the workers of a run that was killed need a moment to end"""
 
 
 class RunFolder:
+    """A context: whoever leaves it lets go of the folder, and a disk that fails is said so."""
+
     def __init__(self, path: Path | None, config: Config, cluster: Cluster) -> None:
         self.path, self._config, self._cluster = path, config, cluster
         self._writes = path is not None and cluster.first
+        self._lock: FileIO | None = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if self._lock is not None:
+            self._lock.close()
+        # Only writing fails of these.
+        full = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+        if self._writes and isinstance(error, OSError) and error.errno in full:
+            raise self._cannot(error) from error
 
     def begin(self, resume: bool, saved: Saved) -> State:
         """The state a run begins with: nothing seen, or the newest good checkpoint's."""
@@ -71,33 +132,58 @@ class RunFolder:
         found = self._cluster.agree(lambda: self._open(resume))
         state = State()
         if found is not None:
-            state = State.of(checkpoint.load(found, saved))
+            with checkpoint.fitting(found):
+                state = State.of(checkpoint.load(found, saved), len(self._config.all_stages))
         if self._writes:
             drop_after(self.path / "metrics.jsonl", state.seen, state.steps - len(state.pending))
         return state
 
     def _open(self, resume: bool) -> Path | None:
         assert self.path is not None
-        written = self.path / "config.json"
-        if written.exists() and not resume:
-            raise UserError(
-                f"{self.path} holds a run already: add --resume to go on with it, "
-                f"or name another --out"
-            )
-        if written.exists():
-            self._same_run(Config.read(written))
+        written, config = self.path / "config.json", self._config.to_json()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            written.write_text(self._config.to_json())
-            _write_json(
-                self.path / "environment.json",
-                {**environment(), "world": self._cluster.world, "process": mark()},
-            )
+            self._take()
+            if written.exists() and not resume:
+                raise UserError(
+                    f"{self.path} holds a run already: add --resume to go on with it, "
+                    f"or name another --out"
+                )
+            if written.exists():
+                self._same_run(_written_config(written))
+            metrics = self.path / "metrics.jsonl"
+            if metrics.exists() and not is_plain(metrics):
+                raise UserError(f"{metrics} is not a plain file: remove it")
+            if not written.exists() or written.read_text() != config:
+                write_whole(written, config.encode())
+            environs = {**environment(), "world": self._cluster.world, "process": mark()}
+            _write_json(self.path / "environment.json", environs)
         except OSError as error:
             raise UserError(
-                f"the run folder {self.path} cannot be written: {error.strerror}"
+                f"the run folder {self.path} cannot be written: {error.strerror or error}"
             ) from error
         return checkpoint.newest(self.path / "checkpoints")
+
+    def _take(self) -> None:
+        """Hold the folder's lock; it ends with this process, however that ends."""
+        assert self.path is not None
+        place = self.path / "lock"
+        deadline = time.monotonic() + _OTHERS_SECONDS
+        while True:
+            try:
+                self._lock = lock(place, lambda: json.dumps(_owner()) + "\n")
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                return  # a file system without locks
+            if self._lock is not None:
+                return
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{self.path} is being written by {_named_owner(place)}: wait for its end, or "
+                    f"name another --out"
+                )
+            time.sleep(0.05)
 
     def _same_run(self, before: Config) -> None:
         difference = before.resume_difference(self._config)
@@ -112,17 +198,57 @@ class RunFolder:
         state.seconds = seconds
         if self._writes:
             assert self.path is not None
-            checkpoint.save(self.path / "checkpoints", saved, asdict(state), self._config.keep)
+            try:
+                checkpoint.save(self.path / "checkpoints", saved, asdict(state), self._config.keep)
+            except OSError as error:
+                raise self._cannot(error) from error
 
     def write(self, name: str, record: dict[str, Any] | list[str]) -> None:
         if self._writes:
             assert self.path is not None
-            _write_json(self.path / name, record)
+            try:
+                _write_json(self.path / name, record)
+            except OSError as error:
+                raise self._cannot(error) from error
+
+    def _cannot(self, error: OSError) -> RunFailed:
+        assert self.path is not None
+        saved = checkpoint.newest(self.path / "checkpoints")
+        return RunFailed(
+            f"the run folder {self.path} cannot be written: {error.strerror or error}; "
+            + (f"{saved.name} is safe, --resume goes on from it" if saved else "nothing was saved")
+        )
 
     @property
     def for_log(self) -> Path | None:
         return self.path if self._writes else None
 
 
+def _written_config(path: Path) -> Config:
+    try:
+        return Config.read(path)
+    except UserError as error:
+        raise UserError(f"{error}; remove it to go on with the settings given now") from None
+
+
+def _owner() -> dict[str, Any]:
+    return {**mark(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+
+
+def _named_owner(place: Path) -> str:
+    """Who holds the lock, as far as its note tells."""
+    try:
+        note = json.loads(read_plain(place, 1 << 16))
+        return f"process {note['pid']:d} on {note['host']!s:.100}, since {note['since']!s:.40}"
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return "another process"
+
+
 def _write_json(path: Path, record: dict[str, Any] | list[str]) -> None:
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    """JSON has no word for infinities and nan."""
+    if isinstance(record, dict):
+        record = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+    write_whole(path, (json.dumps(record, indent=2) + "\n").encode())

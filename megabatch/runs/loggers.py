@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import sys
 import time
@@ -23,6 +24,7 @@ from rich.text import Text
 from torch import Tensor
 
 from megabatch.config import Config
+from megabatch.durable import open_plain, replacing
 from megabatch.runs.progress import (
     Bar,
     Lines,
@@ -38,6 +40,7 @@ from megabatch.sync.control import StepNumbers
 from megabatch.version import __version__
 
 Band = tuple[float, float]
+_LONGEST_LINE = 1 << 20
 
 
 class Log:
@@ -192,15 +195,29 @@ def _not_finite(value: Any) -> bool:
 
 def drop_after(path: Path, seen: int, first_step: int) -> None:
     """Forget the lines that a run wrote after the checkpoint it resumes from: evaluations of more
-    images than it had seen, and steps from `first_step` on, which will be written again."""
+    images than it had seen, and steps from `first_step` on, which will be written again.
+
+    A last line that is not whole goes too; any other that cannot be read stays as it is.
+    """
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
+    with replacing(path) as aside, open_plain(path, sys.maxsize) as old, aside.open("xb") as new:
+        while line := old.readline(_LONGEST_LINE):
+            whole = line.endswith(b"\n") and not _is_after(line, seen, first_step)
+            if whole or len(line) == _LONGEST_LINE:  # a piece of what is no record
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+
+
+def _is_after(line: bytes, seen: int, first_step: int) -> bool:
+    try:
         record = json.loads(line)
-        if record["step"] < first_step if record["kind"] == "train" else record["seen"] <= seen:
-            kept.append(line + "\n")
-    path.write_text("".join(kept))
+        if record["kind"] == "train":
+            return bool(record["step"] >= first_step)
+        return bool(record["seen"] > seen)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False
 
 
 def environment() -> dict[str, Any]:

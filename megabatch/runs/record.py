@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
+import sys
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megabatch.durable import is_plain, open_plain, read_plain
 from megabatch.errors import UserError
 from megabatch.runs.alive import gone
 
@@ -211,7 +212,7 @@ def speeds(record: Record) -> tuple[list[float], list[float]]:
 
 
 def is_run(path: Path) -> bool:
-    return _is_file(path / "metrics.jsonl") or _is_file(path / "config.json")
+    return is_plain(path / "metrics.jsonl") or is_plain(path / "config.json")
 
 
 def read(path: str | os.PathLike[str]) -> Record:
@@ -252,12 +253,12 @@ def glance_files(path: Path) -> Record:
     record = Record(path)
     for name in ("config", "environment", "summary", "diagnosis"):
         file = path / f"{name}.json"
-        if _is_file(file):
+        if is_plain(file):
             setattr(record, name, _object(file, record.faults))
         elif name in ("config", "environment"):
             record.faults.append(f"{file.name} is missing")
     metrics = path / "metrics.jsonl"
-    if not _is_file(metrics):
+    if not is_plain(metrics):
         record.faults.append("metrics.jsonl is missing")
     elif not os.access(metrics, os.R_OK):
         record.faults.append("metrics.jsonl cannot be read: check its permissions")
@@ -321,9 +322,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 def _object(path: Path, faults: list[str]) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _MOST_JSON:
-            raise ValueError(f"larger than {_MOST_JSON >> 20} MB")
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_plain(path, _MOST_JSON))
         if isinstance(found, dict):
             return found
         raise ValueError("not a JSON object")
@@ -333,18 +332,12 @@ def _object(path: Path, faults: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _is_file(path: Path) -> bool:
-    """A plain file: a pipe or a device would never end."""
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except (OSError, ValueError):
-        return False
-
-
 def _opened(path: Path) -> BinaryIO:
-    readable = _is_file(path) and os.access(path, os.R_OK)
-    return path.open("rb") if readable else open(os.devnull, "rb")
+    try:
+        return open_plain(path, sys.maxsize)
+    except OSError:
+        return open(os.devnull, "rb")
 
 
 def _age(path: Path) -> float:
-    return path.stat().st_mtime if _is_file(path) else 0.0
+    return path.lstat().st_mtime if is_plain(path) else 0.0

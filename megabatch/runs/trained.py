@@ -23,12 +23,15 @@ from megabatch.data.jpeg import BadImage
 from megabatch.data.origins import open_origin
 from megabatch.data.packfile import Arena, Pack
 from megabatch.data.source import Memory
+from megabatch.durable import read_plain
 from megabatch.ema import put_averages
 from megabatch.errors import UserError
 from megabatch.runs import checkpoint
 
 _ODD = 7919
 """a number of classes that no other dimension of a net has"""
+_MOST_NAMES = 64 << 20
+"""bytes of a million classes' names"""
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,11 @@ def load(run: Path) -> Trained:
     found = checkpoint.newest(run / "checkpoints")
     if found is None:
         raise UserError(f"{run} has no good checkpoint yet")
-    count = _class_count(config, found)
-    net = _build(config, count)
-    checkpoint.load_weights(found, net)
-    put_averages(net, checkpoint.load_extra(found))
+    with checkpoint.fitting(found):
+        count = _class_count(config, found)
+        net = _build(config, count)
+        checkpoint.load_weights(found, net)
+        put_averages(net, checkpoint.load_extra(found))
     net.float().eval()
     names = _class_names(run, config)
     named = names is not None and len(names) == count
@@ -129,21 +133,34 @@ def _build(config: Config, classes: int) -> nn.Module:
 
 
 def _class_count(config: Config, found: Path) -> int:
-    """How many classes the weights are for: the dimension that the net takes from its caller."""
+    """How many classes the weights are for: the dimension that the net takes from its caller.
+
+    Every shape is compared before a net of that many is built: a file that says a billion must
+    hold them.
+    """
+    with safe_open(found / checkpoint.WEIGHTS, "pt") as weights:
+        theirs = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+    shapes = _shapes(config, _ODD)
+    count = int(theirs[next(name for name, shape in shapes.items() if shape[:1] == [_ODD])][0])
+    for name, shape in shapes.items():
+        wanted = [count, *shape[1:]] if shape[:1] == [_ODD] else shape
+        if theirs[name] != wanted:
+            raise ValueError(f"{name} has shape {theirs[name]}, not {wanted}")
+    return count
+
+
+def _shapes(config: Config, classes: int) -> dict[str, list[int]]:
     with torch.device("meta"):
-        shapes = _build(config, _ODD).state_dict()
-    name = next(name for name, tensor in shapes.items() if tensor.ndim and len(tensor) == _ODD)
-    with safe_open(found / "model.safetensors", "pt") as weights:
-        return int(weights.get_slice(name).get_shape()[0])
+        return {name: [*t.shape] for name, t in _build(config, classes).state_dict().items()}
 
 
 def _class_names(run: Path, config: Config) -> list[str] | None:
     """From the run's classes.json, or from its data where that is still there."""
     written = run / "classes.json"
-    if written.is_file():
+    if written.exists():
         try:
-            names = json.loads(written.read_text())
-        except ValueError:
+            names = json.loads(read_plain(written, _MOST_NAMES))
+        except (OSError, ValueError, RecursionError):
             names = None
         if isinstance(names, list) and all(isinstance(name, str) for name in names):
             return names

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megabatch.cluster import Cluster
 from megabatch.sync import control
+from megabatch.sync.choice import HYBRID
 from megabatch.sync.control import Control
 from megabatch.sync.senders import Exposed, Lane, Planned
 from megabatch.sync.summation import TreeSum
@@ -97,6 +98,7 @@ class GradientSum:
         masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
         plan: str | None = None,
         wire: str = "fp32",
+        thresholds: Iterable[tuple[int | None, str]] = HYBRID,
     ) -> None:
         parameters = [p for p in module.parameters() if p.requires_grad]
         double = any(p.dtype == torch.float64 for p in parameters)
@@ -112,7 +114,7 @@ class GradientSum:
         self._planned: Planned | None = None
         if cluster.world > 1 and plan is not None and not tree:
             sizes = [bucket.tree.length for bucket in self._buckets]
-            self._planned = Planned(cluster, plan, wire, sizes)
+            self._planned = Planned(cluster, plan, wire, sizes, thresholds=thresholds)
         elif cluster.world > 1:
             self._lane = Lane(cluster.device)
         self._hooks = [

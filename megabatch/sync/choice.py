@@ -16,17 +16,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megabatch.config import Hybrid
 from megabatch.errors import UserError
 from megabatch.plans import Plan, check
 from megabatch.plans.names import check as check_name
 from megabatch.plans.names import named
 
-# Up to so many bytes, that plan; None: all that is larger. Measured between hosts at 200 Mbit/s;
-# `megabatch bench sync` finds the thresholds of another network.
-HYBRID: tuple[tuple[int | None, str], ...] = (
-    (256 << 10, "three_phase:halving_doubling"),
-    (None, "torus"),
-)
+# The config's: measured between hosts at 200 Mbit/s; `megabatch bench sync` finds the thresholds of
+# another network, and the recipes after Jia have the paper's two plans.
+HYBRID = Hybrid().thresholds
 
 
 @dataclass(frozen=True)

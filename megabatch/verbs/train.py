@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import textwrap
 import time
@@ -11,9 +12,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from megabatch import models, recipes
-from megabatch.cluster import Cluster
+from megabatch.cluster import Cluster, under_launcher
 from megabatch.config import Config
 from megabatch.errors import DONE, STOPPED, UserError
+from megabatch.stopping import keep_stop_requests
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.workers import on_workers
@@ -47,12 +49,26 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """How gradients are to be summed, where the command line says so."""
+
+    plan: str | None = None
+    wire: str | None = None
+
+
+@dataclass(frozen=True)
 class TrainFlags:
     launch: Annotated[Launch, tyro.conf.arg(name="")]
     config: Annotated[Config, tyro.conf.arg(name="")]
 
 
 def run(arguments: list[str]) -> int:
+    # Under a launcher a worker that waits for others had better end at once.
+    with contextlib.nullcontext() if under_launcher() else keep_stop_requests():
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         if "-h" in arguments or "--help" in arguments:
             return _help()
@@ -63,7 +79,7 @@ def run(arguments: list[str]) -> int:
         raise UserError("--resume needs --out: name the folder of the run that is to go on")
     out = launch.out or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     call = (config, launch.device, launch.grid, out, launch.resume)
-    first, summary = on_workers(launch.workers, launch.device, 4, train_here, *call)
+    first, summary = on_workers(launch.workers, launch.device, 4, train_here, *call, stops=True)
     if first:
         _say(summary)
         if launch.json:
@@ -92,6 +108,12 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
     recipe = recipes.named(name, size.epochs, size.batch)
     flags = parse(TrainFlags, words, arguments, TrainFlags(Launch(), recipe))
     config = flags.config.check()
+    # A recipe's own plan gives way to the tree; one that is asked for beside it contradicts it.
+    asked = parse_some(Sums, words, arguments)
+    if config.deterministic and (
+        asked.plan not in (None, "backend") or asked.wire not in (None, "fp32")
+    ):
+        raise UserError("a deterministic run sums along one tree in fp32: drop --plan and --wire")
     for word, given in (("model", config.model.split()[0]), ("data", config.data.source)):
         if given == "own":
             raise UserError(
@@ -107,7 +129,8 @@ def _say(summary: dict[str, Any]) -> None:
         "stopped": "stopped on request (--resume goes on)",
     }[summary["ended"]]
     say_result(
-        f"{how}: top-1 {summary['top1']:.2%}, {summary['steps']:,} steps, "
+        f"{how}: top-1 {summary['top1']:.2%} (best {summary['best_top1']:.2%}, median of the last "
+        f"five {summary['median_top1']:.2%}), {summary['steps']:,} steps, "
         f"{summary['seen']:,} images in {summary['seconds']:.1f} s "
         f"({summary['images_per_second']:,.0f} images/s) "
         f"on {summary['world']} worker{'s' if summary['world'] > 1 else ''}; {summary['out']}"

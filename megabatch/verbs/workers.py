@@ -16,11 +16,17 @@ MOST_WORKERS = 1024  # of one machine: more are a slip of the finger
 
 
 def on_workers(
-    asked: int | None, device: str, without_gpu: int, function: Callable[..., Any], *arguments: Any
+    asked: int | None,
+    device: str,
+    without_gpu: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    stops: bool = False,
 ) -> Any:
     """function(*arguments) on so many local workers, or here where a launcher started this process.
 
-    None asked for: one a GPU, `without_gpu` where there is none. Returns what the first returned.
+    None asked for: one a GPU, `without_gpu` where there is none. `stops`: as run_local's. Returns
+    what the first returned.
     """
     if under_launcher():
         if asked is not None:
@@ -33,7 +39,9 @@ def on_workers(
     if not 1 <= workers <= MOST_WORKERS:
         raise UserError(f"--workers is {workers}; give 1 to {MOST_WORKERS}")
     say(f"starting {_workers(workers)}, which load torch first", progress=True)
-    return function(*arguments) if workers == 1 else run_local(workers, function, *arguments)
+    if workers == 1:
+        return function(*arguments)
+    return run_local(workers, function, *arguments, stops=stops)
 
 
 def _workers(count: int) -> str:

@@ -1,0 +1,68 @@
+"""One folder for this process's temporary files, removed when it ends.
+
+A process that was killed cannot remove its own: the next one does, by the lock that the dead no
+longer hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing.util
+import os
+import shutil
+import tempfile
+import time
+from io import FileIO
+from pathlib import Path
+
+from megabatch.durable import is_plain, lock
+
+_PREFIX = "megabatch-"
+_LOCK = "lock"
+_YOUNG_SECONDS = 60.0
+"""a folder this new may be on its way to its lock"""
+_LONGEST = 60
+"""characters of a folder's name, so that a socket's name in it stays within the system's 107"""
+
+
+@functools.cache
+def scratch() -> Path:
+    """This process's folder; those of processes that are gone are removed."""
+    place = Path(tempfile.gettempdir())
+    for left in place.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            _remove_if_left(left)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+    held = lock(folder / _LOCK)
+    # At this process's end, not at a fork's, and after multiprocessing has removed its own (-100).
+    multiprocessing.util.Finalize(None, _remove_own, (folder, held), exitpriority=-200)
+    if len(str(folder)) <= _LONGEST:
+        _take_in_multiprocessing(folder)
+    return folder
+
+
+def _remove_if_left(folder: Path) -> None:
+    ours = folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
+    old = time.time() - folder.stat().st_mtime > _YOUNG_SECONDS
+    if ours and old and is_plain(folder / _LOCK):
+        held = lock(folder / _LOCK)
+        if held is not None:
+            with held:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_own(folder: Path, held: FileIO | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if held is not None:
+        held.close()
+
+
+def _take_in_multiprocessing(folder: Path) -> None:
+    """multiprocessing keeps its sockets in a folder that a killed process leaves behind: inside
+    ours it is found again."""
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before

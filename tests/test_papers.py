@@ -1,0 +1,154 @@
+"""The page for readers of the papers, and what only the papers ask for: every file and test it
+names is there, every command is accepted, the quick ones run."""
+
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import megabatch as mb
+from megabatch.bench.ratios import RatioFlags, first_step
+from megabatch.planner.chips import CHIPS
+from megabatch.planner.peak import share_of_peak
+from megabatch.recipes import RECIPES
+from megabatch.runs.folder import State
+from megabatch.verbs import train as train_verb
+from megabatch.verbs.parsing import flags_of
+
+ROOT = Path(mb.__file__).parent.parent
+PAGE = (ROOT / "docs" / "papers.md").read_text()
+CODE = re.findall(r"`([^`\n]+)`", PAGE)
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if line.startswith("| ") and not line.startswith("| in the paper |")
+]
+COMMANDS = sorted({code for code in CODE if code.startswith(("megabatch ", "python "))})
+ON_IMAGENET = [command for command in COMMANDS if "imagenet.arrow" in command]
+QUICK = [c for c in COMMANDS if c not in ON_IMAGENET and c != "megabatch pack"]
+
+
+# --- the page ----------------------------------------------------------------------------------
+
+
+def test_every_row_says_where_it_lives_and_what_shows_it_or_why_not():
+    assert len(ROWS) > 60
+    for row in ROWS:
+        assert len(row) == 4, row
+        claim, here, shown, not_shown = row
+        assert claim and here, row
+        assert shown or not_shown, row
+    assert {row[1] for row in ROWS if not row[2]} == {"out of scope"}
+
+
+def test_every_file_and_test_on_the_page_exists():
+    paths = [code for code in CODE if re.match(r"(megabatch|tests|benchmarks|results)/", code)]
+    assert len(paths) > 50
+    for path in paths:
+        file, _, name = path.partition("::")
+        assert (ROOT / file).exists(), path
+        if name:
+            assert f"\ndef {name}(" in (ROOT / file).read_text(), path
+
+
+def test_every_flag_and_recipe_on_the_page_exists():
+    known = set(flags_of(train_verb.TrainFlags))
+    alone = [code.split()[0] for code in CODE if code.startswith("--")]
+    assert set(alone) - {"--path"} <= known  # --path is bench ratios' own
+    named = {code for code in CODE if re.fullmatch(r"(goyal|you|jia|mikami)20\w+", code)}
+    assert named <= set(RECIPES)
+    assert {name for name in RECIPES if name[-1] != "f"} - {"digits", "goyal2017"} <= named
+
+
+@pytest.mark.parametrize("command", ON_IMAGENET)
+def test_a_command_that_needs_imagenet_would_be_accepted(command):
+    _, verb, recipe, *flags = shlex.split(command)
+    assert verb == "train"
+    config, _ = train_verb.read_flags(recipe, flags)
+    assert config.data.path == "imagenet.arrow"
+
+
+@pytest.mark.parametrize("command", QUICK)
+def test_a_quick_command_runs_as_it_stands(command, tmp_path):
+    program, *words = shlex.split(command)
+    module = ["-m", "megabatch.cli"] if program == "megabatch" else []
+    done = subprocess.run(
+        [sys.executable, *module, *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout or done.stderr
+
+
+# --- You: Table 3, peak accuracy, operations ---------------------------------------------------
+
+# Norms of weights and biases of AlexNet-BN at the first iteration, in the table of 1708.03888.
+WEIGHT_NORMS = {
+    "conv1": (1.86, 0.098), "conv2": (5.546, 0.16), "conv3": (9.40, 0.196), "conv4": (8.15, 0.196),
+    "conv5": (6.65, 0.16), "fc6": (30.7, 6.4), "fc7": (20.5, 6.4), "fc8": (20.2, 0.316),
+}  # fmt: skip
+
+
+def test_the_first_steps_weight_norms_are_the_papers():
+    flags = RatioFlags(batch=4, device="cpu")
+    rows = {row["tensor"]: row for row in first_step(flags, "alexnet_bn")}
+    for layer, norms in WEIGHT_NORMS.items():
+        for kind, norm in zip(("weight", "bias"), norms, strict=True):
+            assert rows[f"{layer}.{kind}"]["weight_norm"] == pytest.approx(norm, rel=0.01)
+    for row in rows.values():
+        assert row["ratio"] == row["weight_norm"] / row["gradient_norm"]
+        decayed = row["gradient_norm"] + 5e-4 * row["weight_norm"]
+        assert row["local_rate"] == pytest.approx(0.001 * row["weight_norm"] / decayed, rel=1e-12)
+    # The point of the table: no one rate suits all.
+    ratios = [row["ratio"] for row in rows.values()]
+    assert max(ratios) > 50 * min(ratios)
+
+
+def test_the_share_of_the_peak_is_operations_over_time_and_peak():
+    # ResNet-50: 4.089 G multiply-adds an image forward, twice as many backward, two operations each
+    share = share_of_peak("NVIDIA H200", "resnet50", 224, 3, 1000, 3000)
+    assert share == pytest.approx(6 * 4.089e9 * 3000 / CHIPS["h200"].flops, rel=1e-3)
+    assert share_of_peak("some accelerator", "resnet50", 224, 3, 1000, 3000) is None
+    assert share_of_peak("NVIDIA H200", "own Net", 224, 3, 1000, 3000) is None
+
+
+# --- how results are reported ------------------------------------------------------------------
+
+
+def test_a_summary_has_the_last_the_best_and_the_median_accuracy(tmp_path):
+    config = replace(
+        mb.recipes.digits().resized(epochs=1.5), stages=(), eval_every=0.2, deterministic=True
+    )
+    summary = mb.train(config, out=tmp_path / "run", quiet=True)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    top1s = [record["top1"] for record in records if record.get("kind") == "evaluation"]
+    assert len(top1s) > 5
+    assert summary.top1 == top1s[-1]
+    assert summary.best_top1 == max(top1s)
+    assert summary.median_top1 == statistics.median(top1s[-5:])
+    written = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert written["median_top1"] == summary.median_top1
+    assert summary.peak_share is None  # a CPU's peak is not known
+
+
+def test_a_resumed_run_remembers_its_evaluations():
+    state = State()
+    for top1 in (0.1, 0.9, 0.3, 0.4, 0.5, 0.6, 0.7):
+        state.evaluated({"top1": top1, "top5": 1.0, "loss": 0.0})
+    saved = json.loads(json.dumps({"best_top1": state.best_top1, "last_top1s": state.last_top1s}))
+    assert saved == {"best_top1": 0.9, "last_top1s": [0.3, 0.4, 0.5, 0.6, 0.7]}
+    before = {**vars(State()), "noise": {}}
+    del before["best_top1"], before["last_top1s"]
+    assert State.of(before).last_top1s == []  # of a checkpoint that has none
