@@ -151,4 +151,4 @@ def test_a_resumed_run_remembers_its_evaluations():
     assert saved == {"best_top1": 0.9, "last_top1s": [0.3, 0.4, 0.5, 0.6, 0.7]}
     before = {**vars(State()), "noise": {}}
     del before["best_top1"], before["last_top1s"]
-    assert State.of(before).last_top1s == []  # of a checkpoint that has none
+    assert State.of(before, 1).last_top1s == []  # of a checkpoint that has none

@@ -77,6 +77,7 @@ class State:
         state = State(**{**saved, "noise": NoiseScale(**saved["noise"])})
         counts = (state.seen, state.steps, state.proposed, state.skipped, state.batch or 0)
         numbers = (*asdict(state.noise).values(), state.seconds, *state.evaluation.values())
+        numbers = (*numbers, state.best_top1, *state.last_top1s)
         steps = [Step(**step) for step, _ in state.pending]
         told = [number for _, row in state.pending for number in row]
         if not (
