@@ -87,9 +87,10 @@ def run(line, environ, **options):
 
 
 def summary(done):
-    """What the run said: one line of JSON on standard output, over all workers."""
+    """What the run said on standard output, over all workers: one sentence, one line of JSON."""
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    _, result = done.stdout.splitlines()
+    return json.loads(result)
 
 
 # ---------------------------------------------------------------- MPI
