@@ -350,7 +350,7 @@ def test_under_torchrun_the_same_line_gives_the_same_weights(tmp_path):
     ]
     said = [run.communicate(timeout=PATIENCE_SECONDS) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], said
-    # One line on standard output over all ranks: the summary.
-    one, two = (json.loads(out) for out, _ in said)
+    # On standard output over all ranks: one sentence and the summary.
+    one, two = (json.loads(out.split("\n", 1)[1]) for out, _ in said)
     assert (one["world"], two["world"]) == (1, 2)
     assert one["weights_sha256"] == two["weights_sha256"]

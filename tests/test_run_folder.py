@@ -483,16 +483,17 @@ def hears_sigterm(process):
 def test_sigterm_while_a_run_starts_ends_it_with_a_checkpoint(workers, tmp_path, short_tmp):
     out = tmp_path / "run"
     command = ("-m", "megabatch.cli", "train", "digits", "--workers", f"{workers}", "--device")
-    with start(short_tmp, *command, "cpu", "--out", str(out), stderr=subprocess.PIPE) as run:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with start(short_tmp, *command, "cpu", "--out", str(out), **pipes) as run:
         wait_until(
             # The folder is made before the first worker is.
             (lambda: hears_sigterm(run)) if workers == 1 else (lambda: any(short_tmp.iterdir())),
             run,
         )
         run.terminate()
-        _, said = run.communicate(timeout=PATIENCE_SECONDS)
-    assert run.returncode == 3, said
-    assert "stopped on request" in said
+        result, progress = run.communicate(timeout=PATIENCE_SECONDS)
+    assert run.returncode == 3, progress
+    assert "stopped on request" in result
     assert checkpoint.newest(out / "checkpoints") is not None
     assert [p.name for p in short_tmp.iterdir() if p.name.startswith(("megabatch", "pymp"))] == []
 
