@@ -87,10 +87,15 @@ def run(line, environ, **options):
 
 
 def summary(done):
-    """What the run said on standard output, over all workers: one sentence, one line of JSON."""
     assert done.returncode == 0, done.stderr
-    _, result = done.stdout.splitlines()
-    return json.loads(result)
+    return result_in(done.stdout)
+
+
+def result_in(output):
+    """What a run said on standard output, over all workers: its JSON, once, at the end."""
+    lines = output.splitlines()
+    assert [line.startswith("{") for line in lines].count(True) == 1, output
+    return json.loads(lines[-1])
 
 
 # ---------------------------------------------------------------- MPI
@@ -161,7 +166,7 @@ def batch(line, folder, tasks, nodes=1):
 
 def summary_of_batch(done, folder):
     assert done.returncode == 0, (folder / "err").read_text()
-    return json.loads((folder / "out").read_text())
+    return result_in((folder / "out").read_text())
 
 
 @pytest.mark.parametrize("launch", [["srun"], *([mpi, "-n", "4"] for mpi in MPI)], ids=" ".join)
