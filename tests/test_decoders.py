@@ -214,7 +214,7 @@ def test_a_process_that_is_killed_ends_the_run_in_words(packs, decoding, which):
         }[which]
         with pytest.raises(RunFailed, match=words):
             read_on(loader)
-    assert not decoding()
+    assert until(lambda: not decoding())
 
 
 def test_nobody_waits_for_a_process_that_the_first_cannot_report_any_more(packs, decoding):
@@ -226,7 +226,7 @@ def test_nobody_waits_for_a_process_that_the_first_cannot_report_any_more(packs,
         os.kill(first, signal.SIGKILL)
         with pytest.raises(RunFailed, match=r"processes ended \(exit status -9\)"):
             read_on(loader)
-    assert not decoding()
+    assert until(lambda: not decoding())
 
 
 @pytest.mark.parametrize("stopped", [[0], [1], [1, 2], [0, 1, 2]])
@@ -240,7 +240,7 @@ def test_processes_that_are_stopped_are_noticed_and_named(packs, decoding, monke
         names = ", ".join(map(str, chosen))
         with pytest.raises(RunFailed, match=rf"process {names} has been stopped for 2 s"):
             read_on(loader)
-    assert not decoding()
+    assert until(lambda: not decoding())
 
 
 def test_a_short_stop_is_no_failure(packs):
@@ -291,7 +291,7 @@ def test_a_signal_to_the_whole_group_does_not_reach_them(packs):
 def test_processes_end_with_the_loader_and_with_a_killed_owner(packs, decoding):
     with loading(packs / "jpeg.arrow") as (loader, _):
         list(loader.share(Step(0, 0, 40, 0.0, 0)))
-    assert not decoding()
+    assert until(lambda: not decoding())
     script = f"""
 import os, signal, torch
 from test_decoders import *
