@@ -1,0 +1,118 @@
+"""Claim: `megabatch train` itself, loader, log and all, is as fast as its bare step on one GPU.
+
+Each case is the command as a user types it, in a process of its own; images/s are those of its
+metrics.jsonl after the first steps, and what came before the first step is start-up.
+
+    python benchmarks/train_gpu.py [CASE ...] [--pack FILE] [--json FILE]
+"""
+
+import argparse
+import datetime
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+# flags of each case, and how many steps it takes
+LARGE = "--batch 1024 --micro 1024 --span 1024 --precision bf16 --data.size 224"
+SMALL = "--data.size 64 --precision bf16"
+CASES = {
+    "1024": (f"{LARGE}", 80),
+    "pack": (f"{LARGE}", 80),
+    "span32": (f"{LARGE} --span 32", 80),
+    "jia": (f"{LARGE} --precision fp16 --half-weights", 80),
+    "jia256": (f"{LARGE} --precision fp16 --half-weights --loss-scale 256", 80),
+    "micro256": (f"{LARGE} --micro 256 --span 256", 80),
+    "64": (f"{SMALL} --batch 4096 --micro 1024 --span 256", 120),
+    "64small": (f"{SMALL} --batch 256 --micro 256 --span 256", 600),
+    "alexnet": (f"{LARGE} --model alexnet_bn --data.size 227", 80),
+}
+FIRST = 20
+"""steps that are not counted"""
+
+
+def command(case, pack, out):
+    flags, steps = CASES[case]
+    words = flags.split()
+    batch = int(words[words.index("--batch") + 1])
+    images = 2048 if pack else max(2 * batch, 2048)
+    data = (
+        ["--data.path", str(pack)]
+        if pack
+        else f"--data.source synthetic --data.images {images} --data.val-share 0.01".split()
+    )
+    held = images if pack else images * 0.99
+    return [
+        *(sys.executable, "-m", "megabatch.cli", "train", "mlperf", "--workers", "1"),
+        *words,
+        *data,
+        *f"--epochs {steps * batch / held:.3f} --lr.warmup 0 --eval-every 0".split(),
+        *("--out", str(out), "--json"),
+    ]
+
+
+def measured(case, pack):
+    """What a run of the command showed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        words = command(case, pack, out)
+        began = time.perf_counter()
+        ran = subprocess.run(words, capture_output=True, text=True)
+        whole = time.perf_counter() - began
+        if ran.returncode:
+            return {"failed": ran.returncode, "said": (ran.stdout + ran.stderr)[-3000:]}
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if line["kind"] == "train"]
+        seconds = [line["batch"] / line["images_per_second"] for line in steps]
+        shutil.copy(out / "metrics.jsonl", Path(tempfile.gettempdir()) / f"{case}.jsonl")
+    late = seconds[FIRST:]
+    summary = json.loads(ran.stdout.splitlines()[-1])
+    return {
+        "command": " ".join(words[1:]),
+        "images_per_second": steps[-1]["batch"] * len(late) / sum(late),
+        "median_ms": statistics.median(late) * 1e3,
+        "first_step_s": seconds[0],
+        "whole_s": whole,
+        "steps": len(steps),
+        "loss": steps[-1]["loss"],
+        "peak_share": summary["peak_share"],
+        "said": ran.stderr[-1500:],
+    }
+
+
+def machine():
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return {
+        "chip": torch.cuda.get_device_name(),
+        "driver": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def main():
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
+    flags.add_argument("--pack", type=Path, help="of images of 256 px: for the case of that name")
+    flags.add_argument("--json", type=Path)
+    arguments = flags.parse_args()
+    found = {**machine(), "rows": []}
+    for case in arguments.cases:
+        if case == "pack" and arguments.pack is None:
+            continue
+        row = {"case": case, **measured(case, arguments.pack if case == "pack" else None)}
+        found["rows"].append(row)
+        print({k: v for k, v in row.items() if k != "command"}, flush=True)
+        if arguments.json:  # as it comes: a machine may be taken back
+            arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
