@@ -9,6 +9,7 @@ NCCL refuses two ranks on one GPU of one host; each rank here says that it is an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -24,10 +25,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from megabatch import models
 from megabatch.cluster import Cluster
+from megabatch.config import Config, Data
+from megabatch.data.loader import MicroBatch
+from megabatch.parts import assemble, prepared
 from megabatch.plans import PLANS, through
 from megabatch.plans.phase import Via
+from megabatch.process import compute_settings
+from megabatch.step import train_step
 from megabatch.sync.ddp import GradSync
 from megabatch.sync.execute import Pipeline
 
@@ -79,7 +84,7 @@ def work(out: Path) -> None:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "exact": exact(cluster),
         "ddp": ddp(cluster),
-        "overlap": overlap(cluster, out),
+        "overlap": overlap(cluster),
     }
     if cluster.first:
         out.mkdir(parents=True, exist_ok=True)
@@ -140,51 +145,49 @@ def gradients(model: nn.Module, cluster: Cluster) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def overlap(cluster: Cluster, out: Path) -> dict[str, Any]:
-    """Share of the time of communication kernels in which other kernels ran too."""
-    model = DistributedDataParallel(models.build("resnet50", 1000, 3, 224).cuda())
-    GradSync(cluster, "torus").attach(model)
-    images = torch.randn(16, 3, 224, 224, device="cuda")
-    for _ in range(3):
-        model(images).square().mean().backward()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-        model(images).square().mean().backward()
-        torch.cuda.synchronize()
-    if cluster.first:
-        out.mkdir(parents=True, exist_ok=True)
-        trace.export_chrome_trace(str(out / f"trace-{cluster.world}-ranks.json"))
-    kernels = [
-        (event.name, event.time_range.start, event.time_range.end)
+def overlap(cluster: Cluster) -> dict[str, Any]:
+    """When the trainer's buckets leave during backward, and what the step waits for after it."""
+    config = Config(
+        model="resnet50", batch=256 * cluster.world, micro=256, span=256, precision="bf16",
+        graphs="never", data=Data("synthetic", size=224, channels=3, classes=1000),
+    ).check()  # fmt: skip
+    with contextlib.ExitStack() as ending:
+        ending.enter_context(compute_settings(config, cluster))
+        net = ending.enter_context(prepared(config, cluster, 1000))
+        parts = ending.enter_context(assemble(config, cluster, net))
+        micro = MicroBatch(
+            torch.randn(256, 3, 224, 224, device="cuda"),
+            torch.randint(1000, (256,), device="cuda"),
+            torch.arange(256, device="cuda"),
+            256 * cluster.rank,
+        )
+
+        def step() -> None:
+            train_step(parts, [micro], config.batch, lr=0.0, momentum=0.9)
+            torch.cuda.synchronize()
+
+        for _ in range(5):
+            step()
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            step()
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
         for event in trace.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    ours = [(start, end) for name, start, end in kernels if "nccl" in name.lower()]
-    others = [(start, end) for name, start, end in kernels if "nccl" not in name.lower()]
-    busy = sum(end - start for start, end in ours)
-    shared = sum(
-        max(0, min(end, other_end) - max(start, other_start))
-        for start, end in ours
-        for other_start, other_end in merged(others)
     )
-    last_compute = max((end for _, end in others), default=0)
+    begin = next(end for _, end, name in kernels if name == "_cross_entropy")
+    after = next(start for start, _, name in kernels if name == "_norms")  # LARS
+    ours = [(start, end) for start, end, name in kernels if "nccl" in name.lower()]
+    backward = [end for start, end, name in kernels if start < after and "nccl" not in name.lower()]
+    length = max(backward) - begin
     return {
+        "how": parts.run.how,
         "nccl_kernels": len(ours),
-        "nccl_ms": busy / 1e3,
-        "shared_with_compute_ms": shared / 1e3,
-        "began_before_last_compute_kernel": sum(start < last_compute for start, _ in ours),
+        "backward_ms": length / 1e3,
+        "first_leaves_at": (ours[0][0] - begin) / length,
+        "nccl_ms": sum(end - start for start, end in ours) / 1e3,
+        "exposed_ms": max(0.0, max(end for _, end in ours) - max(backward)) / 1e3,
     }
-
-
-def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans that touch made one, so that no moment counts twice."""
-    result: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(end, result[-1][1]))
-        else:
-            result.append((start, end))
-    return result
 
 
 def main() -> int:

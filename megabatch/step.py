@@ -57,7 +57,8 @@ def train_step(
     """
     count = batch // parts.config.micro
     parts.engine.begin(count)
-    parts.net.train()
+    if not parts.net.training:  # an evaluation was between; a net has hundreds of modules to tell
+        parts.net.train()
     losses = [(micro.first, _pass(parts, micro, batch)) for micro in micro_batches]
     control = parts.engine.finish(stop(), propose)
     return StepResult(_update(parts, control, count, lr, momentum), losses)

@@ -11,6 +11,7 @@ from torch import nn
 from megabatch import passes
 from megabatch.batch import Step
 from megabatch.batchnorm import SpanBatchNorm, use_spans
+from megabatch.bench.step import one_worker
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.loader import MicroBatch
@@ -146,3 +147,24 @@ def test_a_captured_pass_gives_the_same_bits():
     _, eager, _ = steps_of(replace(CONFIG, graphs="never", deterministic=True), 4)
     _, graphs, _ = steps_of(replace(CONFIG, graphs="always", deterministic=True), 4)
     assert all(torch.equal(eager[name], graphs[name]) for name in eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize(
+    "changes", [{"compile": "never"}, {"graphs": "never"}, {"graphs": "always"}]
+)
+def test_no_step_waits_for_the_device(changes):
+    config = replace(
+        CONFIG, model="resnet18", data=Data("synthetic", size=64, channels=3), **changes
+    )
+    with one_worker(config, DEVICE) as step:
+        for _ in range(3):  # kernels are compiled, tables are made
+            step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

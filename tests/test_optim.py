@@ -438,8 +438,10 @@ def test_on_the_gpu_as_on_the_cpu_without_waiting(make):
             q.grad = p.grad.cuda()
         gpu.param_groups[0]["lr"] = RATES[t] / 100
         torch.cuda.set_sync_debug_mode("error")
-        gpu.step()
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            gpu.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         for p, q in zip(cpu.ratios.values(), gpu.ratios.values(), strict=True):
             torch.testing.assert_close(p.weight_norm, q.weight_norm.cpu(), rtol=1e-6, atol=0)
     assert error([q.cpu() for q in there], [p.detach().double().numpy() for p in here]) < 1e-6

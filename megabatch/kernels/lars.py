@@ -54,7 +54,7 @@ def update(
     if settings.maximize:
         gradients = list(torch._foreach_neg(gradients))
     for buffer, weight in zip(buffers, weights, strict=False):
-        if _layout(buffer) != _layout(weight):
+        if not _laid_alike(buffer, weight):
             buffer.data = _like(buffer, weight)
     lists = (weights, gradients, buffers or weights)
     halves = {i: copy.data_ptr() for i, copy in copies}
@@ -112,7 +112,7 @@ def _takes(weights: list[Tensor], settings: Settings, copies: list[tuple[int, Te
         and len(dtypes) <= 1
         and dtypes <= _HALF.keys()
         and all(w.dtype == torch.float32 and _dense(w) for w in weights)
-        and all(_layout(copy) == _layout(weights[i]) for i, copy in copies)
+        and all(_laid_alike(copy, weights[i]) for i, copy in copies)
     )
 
 
@@ -125,15 +125,20 @@ def _dense(tensor: Tensor) -> bool:
 
 def _like(tensor: Tensor, weight: Tensor) -> Tensor:
     """A tensor in its weight's dtype and layout: itself, where it is so."""
-    if tensor.dtype == weight.dtype and _layout(tensor) == _layout(weight):
+    if tensor.dtype == weight.dtype and _laid_alike(tensor, weight):
         return tensor
     return torch.empty_like(weight).copy_(tensor)
 
 
-def _layout(tensor: Tensor) -> list[tuple[int, int]]:
-    """Sizes and strides, without dimensions of one element: there any stride will do."""
-    both = zip(tensor.shape, tensor.stride(), strict=True)
-    return [(size, stride) for size, stride in both if size > 1]
+def _laid_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one shape and one order in memory; where a dimension has one
+    element any stride will do."""
+    if one.shape != other.shape:
+        return False
+    if one.stride() == other.stride():
+        return True
+    both = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(mine == theirs for size, mine, theirs in both if size > 1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -142,14 +147,19 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> Chunks:
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     begins = torch.tensor([0, *counts]).cumsum(0)
     offset = (torch.arange(len(owner)) - begins[owner]) * _CHUNK
-    chunk = torch.stack([owner, offset]).to(device)
-    return Chunks(chunk, begins.to(device), torch.tensor(sizes).to(device), len(owner))
+    chunk, starts, lengths = (
+        _sent(table, device) for table in (torch.stack([owner, offset]), begins, torch.tensor(sizes))
+    )
+    return Chunks(chunk, starts, lengths, len(owner))
 
 
 # A step's tensors lie where the step before's lay, or where an earlier one's did.
 @functools.lru_cache(maxsize=256)
 def _table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    table = torch.tensor(addresses)
+    return _sent(torch.tensor(addresses), device)
+
+
+def _sent(table: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         table = table.pin_memory()  # a copy from any other memory would wait for the device
     return table.to(device, non_blocking=True)

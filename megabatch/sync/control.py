@@ -45,9 +45,11 @@ def pack_micro_batch(row: Tensor, squares: Tensor, counts: Tensor, statistics: T
 
 def pack_worker(row: Tensor, stop: bool, batch: int) -> None:
     """Fill a row with what one worker contributes, whether it was dealt micro-batches or not."""
+    # By fills, whose numbers travel with the launch: an assignment would copy them from the host's
+    # memory, and wait for the device.
     row.zero_()
-    row[STOP] = float(stop)
-    row[BATCH] = batch
+    row[STOP].fill_(float(stop))
+    row[BATCH].fill_(batch)
 
 
 @dataclass(frozen=True)
