@@ -18,7 +18,7 @@ import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,13 +30,12 @@ from megabatch.config import Config, Data
 from megabatch.data.loader import MicroBatch
 from megabatch.parts import assemble, prepared
 from megabatch.plans import PLANS, through
-from megabatch.plans.phase import Via
+from megabatch.plans.phase import VIAS
 from megabatch.process import compute_settings
 from megabatch.step import train_step
 from megabatch.sync.ddp import GradSync
 from megabatch.sync.execute import Pipeline
 
-VIAS = get_args(Via)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 7, 1009, 300_007)
 

@@ -41,7 +41,7 @@ def command(case, pack, out):
     flags, steps = CASES[case]
     words = flags.split()
     batch = int(words[words.index("--batch") + 1])
-    images = 2048 if pack else max(2 * batch, 2048)
+    images = 2048 if pack else 8 * max(batch, 1024)
     data = (
         ["--data.path", str(pack)]
         if pack

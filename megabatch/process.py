@@ -17,7 +17,7 @@ def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
     """One thread and fixed kernels for a deterministic run, otherwise a fair share of the cores, or
     what OMP_NUM_THREADS says, and the fastest kernels; torch's generators are the run's too.
     Afterwards all is as it was."""
-    threads, exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    threads, exact = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     searches = torch.backends.cudnn.benchmark
     if config.deterministic:
         torch.set_num_threads(1)
@@ -28,7 +28,8 @@ def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
     elif cluster.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(True)
+        # The same as use_deterministic_algorithms, which would import torch's compiler: seconds.
+        torch.set_deterministic_debug_mode("error")
     try:
         devices = [cluster.device] if cluster.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
@@ -36,4 +37,4 @@ def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
     finally:
         torch.backends.cudnn.benchmark = searches
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(exact)
+        torch.set_deterministic_debug_mode(exact)

@@ -5,7 +5,9 @@ import pytest
 import torch
 from pictures import pixels
 
+from megabatch import kernels
 from megabatch.config import Data
+from megabatch.data.augment import finish
 from megabatch.data.crop import bring_to_size, crop_draws, crop_on_device, random_boxes
 
 pytestmark = [
@@ -54,3 +56,18 @@ def test_boxes_of_resident_images_are_those_of_the_matrix_products():
     difference = (found.int() - expected.int()).abs()
     # Halves may be rounded either way.
     assert difference.max() <= 1 and difference.float().mean() < 0.01
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("flip", [False, True])
+def test_bytes_become_the_numbers_of_the_plain_twin_to_the_bit(channels, flip, monkeypatch):
+    drawn = torch.randint(256, (9, channels, 13, 17), dtype=torch.uint8, device="cuda")
+    images = drawn.contiguous(memory_format=torch.channels_last)
+    data = Data(size=17, channels=channels, flip=flip)
+    mean, std = (0.485, 0.456, 0.406)[:channels], (0.229, 0.224, 0.225)[:channels]
+    positions = torch.arange(9, device="cuda")
+    found = finish(images.clone(), positions, data, 3, mean, std, torch.float32)
+    monkeypatch.setattr(kernels, "available", lambda device: False)
+    expected = finish(images.clone(), positions, data, 3, mean, std, torch.float32)
+    assert torch.equal(found, expected)
+    assert found.is_contiguous(memory_format=torch.channels_last)

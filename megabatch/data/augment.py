@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megabatch import kernels
 from megabatch.config import Data
 from megabatch.keyed import Purpose, uniform
 
@@ -40,7 +41,7 @@ def _sent(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> 
 def augment(images: Tensor, positions: Tensor, data: Data, seed: int) -> Tensor:
     """Flip and shift a batch of uint8 images by their positions' draws; the batch is used up."""
     if data.flip:
-        images = _mirror(images, uniform(seed, Purpose.FLIP, positions) < 0.5)
+        images = _mirror(images, _mirrored(positions, seed))
     if data.shift:
         draws = uniform(
             seed, Purpose.SHIFT, positions[:, None], torch.arange(2, device=positions.device)[None]
@@ -54,6 +55,11 @@ def augment(images: Tensor, positions: Tensor, data: Data, seed: int) -> Tensor:
         images = padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]]
         images = images.permute(0, 3, 1, 2)
     return images
+
+
+def _mirrored(positions: Tensor, seed: int) -> Tensor:
+    """Which images of a batch are mirrored."""
+    return uniform(seed, Purpose.FLIP, positions) < 0.5
 
 
 def _mirror(images: Tensor, which: Tensor) -> Tensor:
@@ -129,6 +135,8 @@ def normalise(
     last); floats are the caller's own business."""
     if images.dtype != torch.uint8:
         return images.to(dtype)
+    if _by_kernel(images, dtype):
+        return _numbers_of(images, None, mean, std)
     if images.is_cuda:
         numbers = images.to(dtype)
         offset, scale = (constant(v, numbers).view(1, -1, 1, 1) for v in (mean, std))
@@ -149,6 +157,31 @@ def normalise(
     return out
 
 
+def _by_kernel(images: Tensor, dtype: torch.dtype) -> bool:
+    last = torch.channels_last
+    return (
+        dtype == torch.float32
+        and kernels.available(images.device)
+        and images.is_contiguous(memory_format=last)
+    )
+
+
+def _numbers_of(
+    images: Tensor, mirrored: Tensor | None, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Tensor:
+    from megabatch.kernels.numbers import numbers_of
+
+    channels = images.shape[1]
+    offset, scale = (_of_bytes(v, channels, images.device) for v in (mean, std))
+    return numbers_of(images, mirrored, offset, scale)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_bytes(values: tuple[float, ...], channels: int, device: torch.device) -> Tensor:
+    """Numbers on a scale of 0 to 1 on the bytes' scale, one a channel."""
+    return torch.tensor(values, device=device).mul(255).expand(channels).contiguous()
+
+
 def finish(
     images: Tensor,
     positions: Tensor,
@@ -162,8 +195,12 @@ def finish(
     """All that is done to a batch of images on the device, to what the model is given."""
     if images.dtype != torch.uint8:
         return images.to(dtype)
+    colours = any(data.jitter) or data.lighting
+    if not data.shift and not colours and _by_kernel(images, dtype):
+        mirrored = _mirrored(positions, seed) if data.flip else None
+        return _numbers_of(images, mirrored, mean, std)
     images = augment(images, positions, data, seed)
-    if any(data.jitter) or data.lighting:
+    if colours:
         numbers = colour(images.to(dtype) / 255, positions, data, seed)
         offset, scale = (constant(v, numbers).view(1, -1, 1, 1) for v in (mean, std))
         return torch.sub(numbers, offset, out=out).div_(scale)

@@ -147,9 +147,8 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> Chunks:
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     begins = torch.tensor([0, *counts]).cumsum(0)
     offset = (torch.arange(len(owner)) - begins[owner]) * _CHUNK
-    chunk, starts, lengths = (
-        _sent(table, device) for table in (torch.stack([owner, offset]), begins, torch.tensor(sizes))
-    )
+    tables = (torch.stack([owner, offset]), begins, torch.tensor(sizes))
+    chunk, starts, lengths = (_sent(table, device) for table in tables)
     return Chunks(chunk, starts, lengths, len(owner))
 
 

@@ -19,6 +19,17 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 Number = float | Tensor
 """a float, or a 0-dim tensor on the device, which the host never reads"""
 
+# Without the decorator that keeps torch's compiler away from them: it imports the whole of the
+# compiler first, seconds of every start.
+_ADD_GROUP, _STATE_DICT, _LOAD_STATE_DICT = (
+    inspect.unwrap(method)
+    for method in (
+        torch.optim.Optimizer.add_param_group,
+        torch.optim.Optimizer.state_dict,
+        torch.optim.Optimizer.load_state_dict,
+    )
+)
+
 
 class Adaptation(NamedTuple):
     """What one weight saw in the last step, or what a list of weights did: float64, on the device.
@@ -76,7 +87,16 @@ class Layerwise(torch.optim.Optimizer):
         """Add a group; it may set any setting of its own, `adapt` and `share` among them."""
         if isinstance(param_group, dict):  # torch says what else is wrong
             self._check({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        _ADD_GROUP(self, param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch has it."""
+        found: dict[str, Any] = _STATE_DICT(self)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch has it."""
+        _LOAD_STATE_DICT(self, state_dict)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
