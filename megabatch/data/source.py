@@ -37,6 +37,8 @@ class Source(Protocol):
     """reading is not worth a thread"""
     separable: bool = False
     """another process can open the same images"""
+    resident: bool = False
+    """the images lie in the device's memory already"""
     left_out: tuple[int, ...] = ()
     """unreadable images that are passed over, by their number in the origin"""
     notes: tuple[str, ...] = ()
@@ -100,7 +102,7 @@ class Memory(Source):
             return self
         # As batches will want them: a gathered one keeps the layout.
         images = self.images.to(device, memory_format=torch.channels_last)
-        return Memory(images, self.labels.to(device), self.classes)
+        return Memory(images, self.labels.to(device), self.classes, self.class_names)
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -116,6 +118,7 @@ class Subset(Source):
         self._source, self._indices = source, indices
         self.classes, self.mean, self.std = source.classes, source.mean, source.std
         self.instant, self.class_names = source.instant, source.class_names
+        self.resident, self.notes = source.resident, source.notes
 
     def __len__(self) -> int:
         return len(self._indices)

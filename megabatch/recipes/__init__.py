@@ -14,6 +14,7 @@ from megabatch.recipes.jia2018 import jia2018
 from megabatch.recipes.jia2018_alexnet import jia2018_alexnet
 from megabatch.recipes.mikami2018 import mikami2018, mikami2018_54k, mikami2018_119k
 from megabatch.recipes.mlperf import mlperf
+from megabatch.recipes.tiny import tiny, tiny30
 from megabatch.recipes.you2018 import you2018
 from megabatch.recipes.you2018_alexnet import you2018_alexnet
 
@@ -29,9 +30,15 @@ RECIPES: dict[str, Callable[[], Config]] = {
     "mikami2018_54k": mikami2018_54k,
     "mikami2018_119k": mikami2018_119k,
     "mlperf": mlperf,
+    "tiny": tiny,
+    "tiny30": tiny30,
 }
 # Recipes that were published for several batches: a batch chooses the settings, not only the rate.
-BY_BATCH: dict[str, Callable[[int], Config]] = {"mlperf": mlperf}
+BY_BATCH: dict[str, Callable[[int], Config]] = {
+    "mlperf": mlperf,
+    "tiny": tiny,
+    "tiny30": tiny30,
+}
 
 
 def named(name: str, epochs: float | None = None, batch: int | None = None) -> Config:
@@ -64,6 +71,8 @@ __all__ = [
     "mikami2018_119k",
     "mlperf",
     "named",
+    "tiny",
+    "tiny30",
     "you2018",
     "you2018_alexnet",
 ]
