@@ -5,16 +5,17 @@ A batch is a larger share of these images than of ImageNet: 4,096 here is what 5
 
 from __future__ import annotations
 
-from math import log
 from typing import NamedTuple
 
 from megabatch.config import Config, Data, LearningRate, OptimizerConfig
+from megabatch.recipes.by_batch import fitted, row_at, same_share
 
 IMAGES = 100_000
 
 
 class Row(NamedTuple):
     batch: int
+    epochs: float
     trust: float | None
     """LARS's coefficient; None: SGD"""
     rate: float
@@ -26,50 +27,47 @@ class Row(NamedTuple):
     """of biases and batch norm, as a share of the rate"""
 
 
-# All numbers that are this data set's own. Between two rows, rate and warm-up go with the logarithm
-# of the batch; what else a batch needs is its nearest row's.
-ROWS = {
-    90: (
-        Row(256, None, 0.1, 5, 0.9, 1e-4, 1.0),
-        Row(1024, 0.001, 10.0, 5, 0.9, 5e-5, 0.1),
-        Row(4096, 0.001, 24.0, 5, 0.9, 5e-5, 0.1),
-        Row(8192, 0.001, 36.0, 5, 0.9, 5e-5, 0.1),
-    ),
-    30: (
-        Row(256, None, 0.1, 2, 0.9, 1e-4, 1.0),
-        Row(1024, 0.001, 10.0, 5, 0.9, 5e-5, 0.1),
-        Row(4096, 0.001, 24.0, 5, 0.9, 5e-5, 0.1),
-        Row(8192, 0.001, 36.0, 5, 0.9, 5e-5, 0.1),
-    ),
-}
+# All numbers that were chosen for these images, by the length of the run.
+LONG = (
+    Row(256, 90, None, 0.1, 5, 0.9, 1e-4, 1.0),
+    Row(1024, 90, 0.001, 10.0, 5, 0.9, 5e-5, 0.1),
+    Row(4096, 90, 0.001, 24.0, 5, 0.9, 5e-5, 0.1),
+    Row(8192, 90, 0.001, 36.0, 5, 0.9, 5e-5, 0.1),
+)
+SHORT = (
+    Row(256, 30, None, 0.1, 2, 0.9, 1e-4, 1.0),
+    Row(1024, 30, 0.001, 10.0, 5, 0.9, 5e-5, 0.1),
+    Row(4096, 30, 0.001, 24.0, 5, 0.9, 5e-5, 0.1),
+    Row(8192, 30, 0.001, 36.0, 5, 0.9, 5e-5, 0.1),
+)
 
 
-def tiny(batch: int = 4096) -> Config:
+def tiny(batch: int = 4096, images: int | None = None) -> Config:
     """ResNet-50 on Tiny ImageNet at 64 px, 90 epochs, with the settings of its batch.
 
     Command:   megabatch train tiny --data.path tiny.arrow --batch 4096
-    Hardware:  one GPU; tiny.arrow is made by megabatch pack FOLDER tiny.arrow --raw --size 64
+    Hardware:  one GPU; megabatch pack FOLDER tiny.arrow --raw --size 64 makes the pack
     """
-    return _tiny("tiny", batch, 90)
+    return _tiny("tiny", LONG, batch, images)
 
 
-def tiny30(batch: int = 4096) -> Config:
+def tiny30(batch: int = 4096, images: int | None = None) -> Config:
     """ResNet-50 on Tiny ImageNet at 64 px, 30 epochs: few steps, the hard case of a large batch.
 
     Command:   megabatch train tiny30 --data.path tiny.arrow --batch 4096
-    Hardware:  one GPU; tiny.arrow is made by megabatch pack FOLDER tiny.arrow --raw --size 64
+    Hardware:  one GPU; megabatch pack FOLDER tiny.arrow --raw --size 64 makes the pack
     """
-    return _tiny("tiny30", batch, 30)
+    return _tiny("tiny30", SHORT, batch, images)
 
 
-def _tiny(name: str, batch: int, epochs: int) -> Config:
-    row = min(ROWS[epochs], key=lambda row: abs(log(row.batch / batch)))
-    return Config(
+def _tiny(name: str, rows: tuple[Row, ...], batch: int, images: int | None) -> Config:
+    row = row_at(rows, same_share(batch, images, IMAGES))
+    config = Config(
         name=name,
         model="resnet50",
-        epochs=epochs,
+        epochs=row.epochs,
         batch=batch,
-        micro=1024 if batch % 1024 == 0 else 64,
+        micro=1024,
         span=64,
         precision="bf16",
         label_smoothing=0.1,
@@ -81,15 +79,9 @@ def _tiny(name: str, batch: int, epochs: int) -> Config:
             crop_area=(0.08, 1.0),
             crop_aspect=(3 / 4, 4 / 3),
             flip=True,
-            resize=64,
+            resize=64,  # whole images: they have no margin to cut off
         ),
-        lr=LearningRate(
-            reference=row.rate * batch / row.batch,
-            per=batch,
-            warmup=row.warmup,
-            decay="poly",
-            power=2,
-        ),
+        lr=LearningRate(reference=row.rate, per=batch, warmup=row.warmup, decay="poly", power=2),
         optimizer=OptimizerConfig(
             momentum=row.momentum,
             weight_decay=row.weight_decay,
@@ -98,3 +90,4 @@ def _tiny(name: str, batch: int, epochs: int) -> Config:
             unadapted_rate=row.unadapted_rate,
         ),
     )
+    return fitted(config)

@@ -12,11 +12,11 @@ LEVEL = 0.95
 
 
 class Mean(NamedTuple):
-    """A mean and half of its 95 % interval (nan: one value has no spread)."""
+    """A mean over seeds and half of its 95 % interval (nan: one value has no spread)."""
 
     value: float
     half: float
-    count: int
+    seeds: int
 
     def __str__(self) -> str:
         spread = f" ± {self.half:.3g}" if math.isfinite(self.half) else ""

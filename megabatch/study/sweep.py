@@ -21,12 +21,13 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.opening import open_sources
 from megabatch.data.resident import on_device
-from megabatch.data.source import Source
+from megabatch.data.source import Source, for_tuning
 from megabatch.durable import lock, remove
 from megabatch.errors import RunFailed, UserError
 from megabatch.runs.alive import mark
 from megabatch.runs.progress import clock
-from megabatch.study.trials import Trial, state, write_label
+from megabatch.study.results import read
+from megabatch.study.trials import Plan, Trial, state, write_label
 from megabatch.training import Summary, train
 
 Say = Callable[[str], None]
@@ -41,16 +42,17 @@ class SharedImages:
 
     def of(self, config: Config) -> tuple[Source, Source]:
         seed = config.seed if config.data.kind == "synthetic" else 0
-        key = (config.data, seed)
+        whole = replace(config.data, tuning_share=0.0)
+        key = (whole, seed)
         if self._opened is None or self._opened[0] != key:
             self._opened = None  # before the next are brought to the device
-            train_set, val_set = open_sources(config, None, self._cluster)
+            train_set, val_set = open_sources(replace(config, data=whole), None, self._cluster)
             placed = (
                 on_device(train_set, config, self._cluster),
                 on_device(val_set, config, self._cluster),
             )
             self._opened = key, placed
-        return self._opened[1]
+        return for_tuning(self._opened[1], config.data.tuning_share)
 
 
 class TimeLeft:
@@ -73,8 +75,8 @@ class TimeLeft:
         return found
 
 
-def sweep(
-    trials: list[Trial],
+def study(
+    plan: Plan,
     out: Path,
     cluster: Cluster,
     say: Say,
@@ -83,41 +85,82 @@ def sweep(
     keep_checkpoints: bool = False,
     verbose: bool = False,
 ) -> str:
-    """Run what is not finished yet; every worker of the cluster calls it. Returns how it ended:
-    finished or stopped (on request, between two runs or inside one, which then has a
-    checkpoint)."""
+    """Run what is not finished yet: the probe, the search for rates, then the runs themselves.
+
+    Every worker of the cluster calls it. Returns how it ended: finished or stopped (on request;
+    the run that was under way then has a checkpoint).
+    """
     with _held(out, cluster):
+        sweep = Sweep(out, cluster, say, retry, keep_checkpoints, verbose)
+        if plan.probe:
+            if sweep.over(plan.probes(), "a probe of the noise") == "stopped":
+                return "stopped"
+            say(cluster.agree(lambda: read(out).forecast_in_words()))
+        factors: dict[int, float] = {}
+        if plan.rates:
+            if sweep.over(plan.search(), "the search for rates") == "stopped":
+                return "stopped"
+            factors = cluster.agree(lambda: read(out).chosen_factors())
+            for line in cluster.agree(lambda: list(read(out).search_in_words())):
+                say(line)
+        return sweep.over(plan.runs(factors), "the runs")
+
+
+class Sweep:
+    """Runs one after another into a folder, over the same images."""
+
+    def __init__(
+        self,
+        out: Path,
+        cluster: Cluster,
+        say: Say,
+        retry: bool,
+        keep_checkpoints: bool,
+        verbose: bool,
+    ) -> None:
+        self._out, self._cluster, self._say = out, cluster, say
+        self._retry, self._keep, self._verbose = retry, keep_checkpoints, verbose
+        self._images, self._left = SharedImages(cluster), TimeLeft()
+
+    def over(self, trials: list[Trial], what: str) -> str:
+        """How it ended: finished or stopped."""
+        out, cluster, say = self._out, self._cluster, self._say
         states = cluster.agree(lambda: [state(out / trial.name, trial) for trial in trials])
-        over = ("finished",) if retry else ("finished", "failed")
-        waiting = [trial for trial, now in zip(trials, states, strict=True) if now not in over]
-        say(_plan_in_words(trials, states, retry))
-        images, left = SharedImages(cluster), TimeLeft()
-        for number, trial in enumerate(waiting):
+        over = ("finished",) if self._retry else ("finished", "failed")
+        waiting = [
+            (trial, now) for trial, now in zip(trials, states, strict=True) if now not in over
+        ]
+        say(f"{what}: {_plan_in_words(states, self._retry)}")
+        for number, (trial, now) in enumerate(waiting):
             place, began = out / trial.name, time.monotonic()
             if cluster.first:
-                if retry and state(place, trial) == "failed":
+                if now == "failed":
                     remove(place)
                 write_label(place, trial)
             cluster.barrier()
-            to_go = left.of(waiting[number:])
+            left = self._left.of([trial for trial, _ in waiting[number:]])
             say(
                 f"run {number + 1} of {len(waiting)}: {trial.name}"
-                + (f"; left {clock(to_go)}" if to_go is not None else "")
+                + (f"; left {clock(left)}" if left is not None else "")
             )
-            summary, failure = _run(trial, place, cluster, images, verbose)
+            summary, failure = _run(trial, place, cluster, self._images, self._verbose)
             if summary is not None and summary.ended == "stopped":
                 return "stopped"
-            left.ran(trial, time.monotonic() - began)
-            if failure is not None and cluster.first:
-                write_label(place, trial, failure)
-            elif cluster.first and not keep_checkpoints:
-                with contextlib.suppress(OSError):
-                    remove(place / "checkpoints")
-            say(f"{trial.name}: {_in_words(summary, failure)}")
-            gc.collect()  # a net that is gone leaves its memory to the next
-            if cluster.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._left.ran(trial, time.monotonic() - began)
+            self._ended(trial, failure)
+            say(f"{trial.name}: {_in_words(trial, summary, failure)}")
         return "finished"
+
+    def _ended(self, trial: Trial, failure: str | None) -> None:
+        place = self._out / trial.name
+        if failure is not None and self._cluster.first:
+            write_label(place, trial, failure)
+        elif self._cluster.first and not self._keep:
+            with contextlib.suppress(OSError):
+                remove(place / "checkpoints")
+        gc.collect()  # a net that is gone leaves its memory to the next
+        if self._cluster.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _run(
@@ -142,20 +185,22 @@ def _run(
         return None, f"{type(error).__name__}: {error}"
 
 
-def _in_words(summary: Summary | None, failure: str | None) -> str:
+def _in_words(trial: Trial, summary: Summary | None, failure: str | None) -> str:
     if summary is None:
         return f"failed: {failure}"
+    judged = " of held-out training images" if trial.kind == "rate" else ""
+    top1 = "" if trial.kind == "probe" else f"top-1 {summary.top1:.2%}{judged} after "
     return (
-        f"top-1 {summary.top1:.2%} after {summary.steps:,} steps in {summary.seconds:.1f} s, "
+        f"{top1}{summary.steps:,} steps in {summary.seconds:.1f} s, "
         f"{summary.images_per_second:,.0f} images/s"
     )
 
 
-def _plan_in_words(trials: list[Trial], states: list[str], retry: bool) -> str:
+def _plan_in_words(states: list[str], retry: bool) -> str:
     finished, failed = states.count("finished"), states.count("failed")
-    words = [f"{len(trials)} runs"]
+    words = [str(len(states))]
     if finished:
-        words.append(f"{finished} are finished already")
+        words.append(f"{finished} finished already")
     if failed:
         words.append(f"{failed} failed before" + ("" if retry else " (--retry runs them again)"))
     return ", ".join(words)
@@ -178,8 +223,3 @@ def _held(out: Path, cluster: Cluster) -> Iterator[None]:
     with contextlib.ExitStack() as ending:
         cluster.agree(take)
         yield
-
-
-def for_study(config: Config) -> Config:
-    """A run that keeps little: checkpoints only where a long one may be interrupted."""
-    return replace(config, save_every=max(config.save_every, config.epochs / 3), keep=1)
