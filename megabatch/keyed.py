@@ -40,6 +40,7 @@ class Purpose(IntEnum):
     SYNTHETIC = 8
     COLOUR = 9
     LIGHTING = 10
+    TUNING = 11
 
 
 def mix(value: Bits) -> Bits:

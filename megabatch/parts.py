@@ -19,6 +19,7 @@ from megabatch.errors import UserError
 from megabatch.finetune import load_initial
 from megabatch.graphs import CapturedPass, captured
 from megabatch.keyed import key_dropout
+from megabatch.models.resnet import open_blocks
 from megabatch.optim import Layerwise, build, parameter_groups
 from megabatch.passes import Pass, choose
 from megabatch.precision import LossScale, Masters, full_dtype
@@ -105,6 +106,8 @@ def prepared(
     net = model
     if net is None:
         net = models.build(config.model, classes, config.data.channels, config.data.size)
+        if not config.zero_gamma:
+            open_blocks(net)
     with contextlib.ExitStack() as ending:
         ending.callback(_set_modes, {module: module.training for module in net.modules()})
         if config.init:
@@ -133,7 +136,12 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
             f"some"
         )
     settings = config.optimizer
-    groups = parameter_groups(net, settings.weight_decay, share=settings.unadapted_rate)
+    groups = parameter_groups(
+        net,
+        settings.weight_decay,
+        share=settings.unadapted_rate,
+        decay_all=settings.decay_all,
+    )
     with contextlib.ExitStack() as failing:
         masters = Masters(net, config)
         failing.callback(masters.close)

@@ -76,6 +76,7 @@ def train(
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     quiet: bool = False,
+    sources: tuple[Source, Source] | None = None,
 ) -> Summary:
     """Train as the config says; every worker of the cluster calls it.
 
@@ -84,7 +85,8 @@ def train(
     run alone), no hooks, no gradients. Changed are its weights and moving averages, and where it
     lies: on the cluster's device, in fp32, or fp64 for precision fp64, channels last on a GPU.
     `data` is a map-style data set of (image, label), of which a share is held out by hash, or a
-    pair (train, val). Without `out` nothing is written.
+    pair (train, val). Without `out` nothing is written. `sources` are the config's images as
+    data.opening.open_sources opened them, for one run after another: they stay the caller's.
     """
     config = _checked(config, model, data)
     cluster = cluster or Cluster.from_env()
@@ -92,8 +94,10 @@ def train(
     with contextlib.ExitStack() as ending:
         ending.enter_context(compute_settings(config, cluster))
         stop_asked = ending.enter_context(stop_requests(cluster.first and not quiet))
-        log.say(f"reading the images: {_whose(config)}")
-        train_set, val_set = open_sources(config, data, cluster)
+        if sources is None:
+            log.say(f"reading the images: {_whose(config)}")
+            sources = open_sources(config, data, cluster)
+        train_set, val_set = sources
         images, total = len(train_set), config.epochs * len(train_set)
         log.say(f"building the model: {config.model}")
         net = ending.enter_context(prepared(config, cluster, train_set.classes, model))

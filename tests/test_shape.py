@@ -37,6 +37,7 @@ LEVELS = [
     ["parts"],
     ["step", "recompute"],
     ["training"],
+    ["study"],
     ["report", "cli", "bench", "doctor", "verbs"],
 ]
 

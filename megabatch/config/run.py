@@ -68,6 +68,9 @@ class Config:
     """the rate grows with the batch at a stage"""
     label_smoothing: float = setting(0.0, least=0, below=1)
     """share of the target spread evenly over all classes"""
+    zero_gamma: bool = setting(True)
+    """a residual block's last batch norm begins with gamma 0, so that the block begins as its
+    shortcut (Goyal); otherwise with 1"""
     bn_momentum: float = setting(0.1, above=0, most=1)
     """weight of the present step in the moving averages of batch norm (1: no moving average)"""
     bn_recompute: int = setting(0, least=0, most=IMAGES)
@@ -276,6 +279,11 @@ class Config:
     def _check_model(self) -> None:
         if not self.model.startswith("own "):
             models.check(self.model, self.data.size)
+            return
+        need(
+            self.zero_gamma,
+            "a module of your own begins with the gammas that it has: leave zero_gamma as it is",
+        )
 
     def _check_batches(self) -> None:
         need(

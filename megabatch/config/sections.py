@@ -41,6 +41,9 @@ class Data:
     """how many classes a synthetic set has"""
     val_share: float = setting(0.1, above=0, below=1, hint="give a share, 0.1 say")
     """share held out, chosen by hash, where the source has no val part of its own"""
+    tuning_share: float = setting(0.0, least=0, below=1)
+    """to choose settings by: hold this share of the training images out, by hash, and evaluate on
+    them in place of the validation images (0: train on all)"""
     crop_area: tuple[float, float] = setting((1.0, 1.0), above=0, most=1)
     """random crops cover this share of the image's area, from and to"""
     crop_aspect: tuple[float, float] = setting((3 / 4, 4 / 3), least=0.01, most=100)
@@ -197,7 +200,9 @@ class OptimizerConfig:
     momentum: float = setting(0.9, least=0, below=1)
     """a stage of the batch may set its own"""
     weight_decay: float = setting(5e-5, least=0, most=1e3)
-    """on weights of convolutions and linear layers; never on biases and batch norm"""
+    """on weights of convolutions and linear layers"""
+    decay_all: bool = setting(False)
+    """weight decay on biases and batch norm too, which Goyal and Jia spare"""
     trust: float | None = setting(0.001, least=0, most=1e3)
     """LARS's trust coefficient (None: no adaptation, plain SGD)"""
     policy: Literal["lars", "clip", "scale"] = setting("lars")

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from megabatch.config import Config
+from megabatch.data.decoded import Decoded
 from megabatch.data.opening import open_stored
 from megabatch.data.pool import DONE, FAILURE, MISTAKE, NO_SLOT, REPLY, REQUEST, STARTED, TRAINING
 from megabatch.data.shared import FromArea
 from megabatch.data.slots import Layout, map_slots
-from megabatch.data.source import Writer
+from megabatch.data.source import Writer, for_tuning
 from megabatch.errors import UserError
 
 _MOST_WORDS = 2000  # a reply is written in one go, which a pipe does up to 4096 bytes
@@ -41,7 +42,9 @@ def main(task: dict[str, Any]) -> None:
         data = config.data
         dtype = getattr(torch, task["dtype"])
         layout = Layout(task["form"], config.micro, data.size, data.channels, dtype)
-        train, val = open_stored(config, left_out=task["left_out"])
+        stored = open_stored(config, left_out=task["left_out"])
+        parts = for_tuning(stored, data.tuning_share)
+        train, val = (part for part in parts if isinstance(part, Decoded))
         received: FromArea | None = None
         if task["received"] is not None:
             assert train.pack is not None

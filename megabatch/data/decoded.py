@@ -89,11 +89,17 @@ class Decoded(Source):
 
     def of(self, records: Records) -> Decoded:
         """The same images, from other records."""
+        return self._with(records, self.chosen, self.labels)
+
+    def part(self, indices: Tensor) -> Decoded:
+        return self._with(self.records, self.chosen[indices], self.labels[indices])
+
+    def _with(self, records: Records, chosen: Tensor, labels: Tensor) -> Decoded:
         return Decoded(
             self.data,
             records,
-            self.chosen,
-            self.labels,
+            chosen,
+            labels,
             self.classes,
             self.left_out,
             self.notes,

@@ -111,6 +111,8 @@ class Loader:
         """The training images where they lie: on the device, in all workers' memory, or where they
         are."""
         config, data = self._config, self._config.data
+        if source.resident:
+            return source
         if not isinstance(source, Decoded) or source.pack is None:
             for name, wish in (("resident", data.resident), ("shared", data.shared)):
                 if wish == "always":

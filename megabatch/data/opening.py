@@ -25,7 +25,7 @@ from megabatch.data.jpeg import BadImage, pixels
 from megabatch.data.origins import Origin, open_origin
 from megabatch.data.origins.folders import VAL_NAMES
 from megabatch.data.packfile import Pack, PackError
-from megabatch.data.source import Memory, OwnData, Source, hold_out, hold_out_order
+from megabatch.data.source import Memory, OwnData, Source, for_tuning, hold_out, hold_out_order
 from megabatch.data.threads import threads_of
 from megabatch.errors import UserError
 from megabatch.keyed import Purpose, keyed
@@ -42,8 +42,17 @@ def open_sources(
     them.
 
     With a cluster, all of whose workers call it, the images of a folder are looked at first (unless
-    `training`, those of validation alone), and all that cannot be read are named or left out.
+    `training`, those of validation alone), and all that cannot be read are named or left out. With
+    data.tuning_share the validation images stay unseen: some of the training images take their
+    place.
     """
+    sources = _open(config, data, cluster, training)
+    return for_tuning(sources, config.data.tuning_share)
+
+
+def _open(
+    config: Config, data: Any, cluster: Cluster | None, training: bool
+) -> tuple[Source, Source]:
     kind = config.data.kind
     if config.data.skip_bad and (data is not None or kind != "folder"):
         raise UserError(

@@ -8,11 +8,13 @@ import numpy
 import torch
 from torch import Tensor
 
+from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.crop import choose_boxes, crop_on_device
 from megabatch.data.decoded import Decoded
 from megabatch.data.slots import form_of
 from megabatch.data.source import Source
+from megabatch.data.threads import threads_of
 from megabatch.errors import UserError
 
 _SLAB = 4096
@@ -24,10 +26,12 @@ class Resident(Source):
     """A packed set of one size on a device. Reading is work for the device alone."""
 
     instant = True
+    resident = True
 
     def __init__(self, source: Decoded, device: torch.device, threads: int) -> None:
         self.data, self.classes = source.data, source.classes
         self.mean, self.std = source.mean, source.std
+        self.class_names, self.notes = source.class_names, source.notes
         shape = _image_shape(source)
         assert shape is not None
         self._device, self._height, self._width = device, *shape[:2]
@@ -79,6 +83,14 @@ def make_resident(
     if wish == "never" or (wish == "auto" and (config.deterministic or not _fits(source, device))):
         return None
     return Resident(source, device, threads)
+
+
+def on_device(source: Source, config: Config, cluster: Cluster) -> Source:
+    """The images where the device reads them, if they may lie there: for those who hand them to
+    several runs, none of which then brings them there anew."""
+    if isinstance(source, Decoded):
+        return make_resident(source, config, cluster.device, threads_of(config, cluster)) or source
+    return source.on(cluster.device)
 
 
 def _image_shape(source: Decoded) -> tuple[int, int, int] | None:

@@ -37,6 +37,8 @@ class Source(Protocol):
     """reading is not worth a thread"""
     separable: bool = False
     """another process can open the same images"""
+    resident: bool = False
+    """the images lie in the device's memory already"""
     left_out: tuple[int, ...] = ()
     """unreadable images that are passed over, by their number in the origin"""
     notes: tuple[str, ...] = ()
@@ -69,6 +71,10 @@ class Source(Protocol):
         """The same source for work on a device: with its images there, if they are in memory."""
         return self
 
+    def part(self, indices: Tensor) -> Source:
+        """Some of the images."""
+        return Subset(self, indices)
+
     def writer(self, config: Config, layout: Layout, training: bool) -> Writer | None:
         """What brings images into buffers piece by piece, in any number of threads; None for a
         source that reads micro-batches whole."""
@@ -100,7 +106,7 @@ class Memory(Source):
             return self
         # As batches will want them: a gathered one keeps the layout.
         images = self.images.to(device, memory_format=torch.channels_last)
-        return Memory(images, self.labels.to(device), self.classes)
+        return Memory(images, self.labels.to(device), self.classes, self.class_names)
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -116,6 +122,7 @@ class Subset(Source):
         self._source, self._indices = source, indices
         self.classes, self.mean, self.std = source.classes, source.mean, source.std
         self.instant, self.class_names = source.instant, source.class_names
+        self.resident, self.notes = source.resident, source.notes
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -143,10 +150,12 @@ class Order:
         return crop_draws(self.seed, positions) if self.training else None
 
 
-def hold_out_order(count: int, share: float) -> tuple[Tensor, Tensor]:
+def hold_out_order(
+    count: int, share: float, purpose: Purpose = Purpose.HOLD_OUT
+) -> tuple[Tensor, Tensor]:
     """The images to train on and those held out, chosen by hash: the same whatever the run's
     seed."""
-    order = torch.as_tensor(keyed(0, Purpose.HOLD_OUT, torch.arange(count))).argsort(stable=True)
+    order = torch.as_tensor(keyed(0, purpose, torch.arange(count))).argsort(stable=True)
     held = round(share * count)
     if not 0 < held < count:
         raise UserError(
@@ -160,6 +169,15 @@ def hold_out(source: Source, share: float) -> tuple[Source, Source]:
     """Two parts of a source, the second a share of its images."""
     train, val = hold_out_order(len(source), share)
     return Subset(source, train), Subset(source, val)
+
+
+def for_tuning(sources: tuple[Source, Source], share: float) -> tuple[Source, Source]:
+    """The same images, or those of a run whose settings are being chosen: a share of its training
+    images is what it is judged by, and the validation images stay unseen."""
+    if share == 0:
+        return sources
+    train, held = hold_out_order(len(sources[0]), share, Purpose.TUNING)
+    return sources[0].part(train), sources[0].part(held)
 
 
 # --- callers' own data sets --------------------------------------------------------------------

@@ -9,6 +9,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megabatch.errors import UserError
+
 MODELS = {
     "resnet18": None,
     "resnet34": None,
@@ -34,6 +36,10 @@ class BasicBlock(nn.Module):
         self.bn2 = _closing_norm(width)
         self.downsample = _shortcut(inputs, width, stride)
 
+    @property
+    def closing_norm(self) -> nn.BatchNorm2d:
+        return self.bn2
+
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
@@ -55,6 +61,10 @@ class Bottleneck(nn.Module):
         self.conv3 = _conv1x1(width, outputs)
         self.bn3 = _closing_norm(outputs)
         self.downsample = _shortcut(inputs, outputs, stride)
+
+    @property
+    def closing_norm(self) -> nn.BatchNorm2d:
+        return self.bn3
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)))
@@ -131,6 +141,15 @@ def initialise(net: nn.Module) -> None:
         elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.01)
             nn.init.zeros_(module.bias)
+
+
+def open_blocks(net: nn.Module) -> None:
+    """Let every residual block begin with gamma 1 in its last batch norm too."""
+    blocks = [m for m in net.modules() if isinstance(m, BasicBlock | Bottleneck)]
+    if not blocks:
+        raise UserError("the model has no residual blocks: leave --no-zero-gamma away")
+    for block in blocks:
+        nn.init.ones_(block.closing_norm.weight)
 
 
 def _closing_norm(width: int) -> nn.BatchNorm2d:

@@ -13,11 +13,13 @@ Group = dict[str, Any]
 NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def parameter_groups(module: nn.Module, weight_decay: float, *, share: float = 1.0) -> list[Group]:
+def parameter_groups(
+    module: nn.Module, weight_decay: float, *, share: float = 1.0, decay_all: bool = False
+) -> list[Group]:
     """One group of weights that decay and adapt, one of all the rest, which does neither.
 
     The rest is what normalises and what has fewer than two dimensions; it learns at `share` of the
-    rate. Frozen parameters and empty groups are left out.
+    rate, and decays only if `decay_all`. Frozen parameters and empty groups are left out.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
     normalising = {
@@ -30,6 +32,11 @@ def parameter_groups(module: nn.Module, weight_decay: float, *, share: float = 1
     assert len(adapted) + len(plain) == len(trainable) == len({*adapted, *plain})
     groups: list[Group] = [
         {"params": adapted, "weight_decay": weight_decay, "adapt": True, "share": 1.0},
-        {"params": plain, "weight_decay": 0.0, "adapt": False, "share": share},
+        {
+            "params": plain,
+            "weight_decay": weight_decay if decay_all else 0.0,
+            "adapt": False,
+            "share": share,
+        },
     ]
     return [group for group in groups if group["params"]]

@@ -4,16 +4,20 @@ it."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from megabatch.config import Config, check_setting
 from megabatch.errors import UserError, nearest
+from megabatch.recipes import imagenet
+from megabatch.recipes.by_batch import in_doubt, lost_points, row_at, same_share
 from megabatch.recipes.digits import digits
 from megabatch.recipes.goyal2017 import goyal2017, goyal2017_resnet101
 from megabatch.recipes.jia2018 import jia2018
 from megabatch.recipes.jia2018_alexnet import jia2018_alexnet
 from megabatch.recipes.mikami2018 import mikami2018, mikami2018_54k, mikami2018_119k
-from megabatch.recipes.mlperf import mlperf
+from megabatch.recipes.mlperf import ROWS, mlperf
+from megabatch.recipes.tiny import IMAGES, LONG, SHORT, tiny, tiny30
 from megabatch.recipes.you2018 import you2018
 from megabatch.recipes.you2018_alexnet import you2018_alexnet
 
@@ -29,14 +33,40 @@ RECIPES: dict[str, Callable[[], Config]] = {
     "mikami2018_54k": mikami2018_54k,
     "mikami2018_119k": mikami2018_119k,
     "mlperf": mlperf,
+    "tiny": tiny,
+    "tiny30": tiny30,
 }
-# Recipes that were published for several batches: a batch chooses the settings, not only the rate.
-BY_BATCH: dict[str, Callable[[int], Config]] = {"mlperf": mlperf}
 
 
-def named(name: str, epochs: float | None = None, batch: int | None = None) -> Config:
+class ByBatch(NamedTuple):
+    """A recipe with verified rows: a batch chooses its settings, not only the rate."""
+
+    recipe: Callable[..., Config]
+    rows: Sequence[Any]
+    images: int
+    """that the rows' batches are shares of"""
+
+
+BY_BATCH = {
+    "mlperf": ByBatch(mlperf, ROWS, imagenet.IMAGES),
+    "tiny": ByBatch(tiny, LONG, IMAGES),
+    "tiny30": ByBatch(tiny30, SHORT, IMAGES),
+}
+
+
+def named(
+    name: str,
+    epochs: float | None = None,
+    batch: int | None = None,
+    images: int | None = None,
+    keep_epochs: bool = False,
+) -> Config:
     """The recipe of that name, or the config of a run by its path (RUN/config.json), for another
-    length or batch if one is given."""
+    length or batch if one is given.
+
+    A recipe with rows follows the batch in all its settings, as a share of so many images (None:
+    of its own data set); its epochs too, unless they are to be kept.
+    """
     for setting, value in (("epochs", epochs), ("batch", batch)):
         if value is not None:
             check_setting(Config, setting, value)
@@ -48,13 +78,33 @@ def named(name: str, epochs: float | None = None, batch: int | None = None) -> C
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}: {nearest(name, RECIPES)}")
     if batch is not None and name in BY_BATCH:
-        return BY_BATCH[name](batch).resized(epochs=epochs)
+        if keep_epochs and epochs is None:
+            epochs = RECIPES[name]().epochs
+        return BY_BATCH[name].recipe(batch, images).resized(epochs=epochs)
     return RECIPES[name]().resized(epochs=epochs, batch=batch)
+
+
+def doubts(name: str, config: Config, images: int | None = None) -> list[str]:
+    """What the rows of a recipe say against a config of its making, a sentence each: a batch that
+    was never verified, fewer epochs than its batch needs."""
+    if name not in BY_BATCH:
+        return []
+    rows = BY_BATCH[name].rows
+    batch = same_share(config.batch, images, BY_BATCH[name].images)
+    needed, said = row_at(rows, batch).epochs, [in_doubt(rows, batch)]
+    lost = lost_points(config.epochs, needed)
+    if lost > 0:
+        said.append(
+            f"a batch of {config.batch:,} was verified with {needed:.3g} epochs: {config.epochs:g} "
+            f"are expected to cost about {lost:.1f} points of top-1"
+        )
+    return [sentence for sentence in said if sentence is not None]
 
 
 __all__ = [
     "RECIPES",
     "digits",
+    "doubts",
     "goyal2017",
     "goyal2017_resnet101",
     "jia2018",
@@ -64,6 +114,8 @@ __all__ = [
     "mikami2018_119k",
     "mlperf",
     "named",
+    "tiny",
+    "tiny30",
     "you2018",
     "you2018_alexnet",
 ]

@@ -5,11 +5,11 @@ Each row was run 10 times and more to 75.9 % by its submitter; all of them are L
 
 from __future__ import annotations
 
-from math import log
 from typing import NamedTuple
 
 from megabatch.config import Config, LearningRate, OptimizerConfig
-from megabatch.recipes.imagenet import crops_by_area
+from megabatch.recipes.by_batch import fitted, row_at, same_share
+from megabatch.recipes.imagenet import IMAGES, crops_by_area
 
 TARGET = 0.759
 
@@ -17,7 +17,7 @@ TARGET = 0.759
 class Row(NamedTuple):
     batch: int
     rate: float
-    warmup: int
+    warmup: float
     momentum: float
     weight_decay: float
     epochs: float
@@ -40,31 +40,32 @@ ROWS = (
 )
 
 
-def mlperf(batch: int = 3264) -> Config:
+def mlperf(batch: int = 3264, images: int | None = None) -> Config:
     """ResNet-50 to 75.9 %, LARS, with MLPerf's settings for a batch of 3k to 64k.
 
     Command:   megabatch train mlperf --data.path imagenet.arrow --batch 32768
     Published: 3,264 on 8 A100, 75.9 % after 35 epochs in 28.7 minutes;
                32,768 on 4,096 TPU v4, after 60 epochs in 11.4 seconds (both round 2.0)
 
-    The rows are those of 3264, 4096, 8192, 13056, 32768, 49152, 58880 and 65536. Any other batch
-    takes the nearest row's settings, with the rate in proportion.
+    The rows are those of 3264, 4096, 8192, 13056, 32768, 49152, 58880 and 65536. Between them rate,
+    warm-up and epochs go with the logarithm of the batch. On a data set of another size (`images`)
+    a batch has the settings of the one that is the same share of ImageNet.
     """
-    row = min(ROWS, key=lambda row: abs(log(row.batch / max(batch, 1))))
+    row = row_at(ROWS, same_share(batch, images, IMAGES))
     config = Config(
         name="mlperf",
         model="resnet50",
         epochs=row.epochs,
-        batch=row.batch,
+        batch=batch,
         micro=row.span * max(1, 256 // row.span),
         span=row.span,
         label_smoothing=0.1,
         precision="fp16",
         eval_every=4,
-        target_accuracy=TARGET,
+        target_accuracy=TARGET if images in (None, IMAGES) else None,
         data=crops_by_area(0.05),
         lr=LearningRate(
-            reference=row.rate, per=row.batch, warmup=row.warmup, decay="poly", power=2, end=1e-4
+            reference=row.rate, per=batch, warmup=row.warmup, decay="poly", power=2, end=1e-4
         ),
         optimizer=OptimizerConfig(
             momentum=row.momentum,
@@ -73,4 +74,4 @@ def mlperf(batch: int = 3264) -> Config:
             momentum_correction=True,
         ),
     )
-    return config.resized(batch=batch)
+    return fitted(config)

@@ -9,6 +9,10 @@ EXAMPLES = {
         "megabatch train digits --data.path PICTURES --data.size 32 --data.channels 3",
         "megabatch train digits --out runs/mine --resume",
     ),
+    "study": (
+        "megabatch study digits --batches 32,128,512 --seeds 3",
+        "megabatch study digits --batches 32,512 --arms no_warmup sgd",
+    ),
     "evaluate": ("megabatch evaluate runs/mine --workers 2",),
     "pack": (
         "megabatch pack PICTURES pictures.arrow --size 256",

@@ -1,0 +1,146 @@
+"""Arms: what a study switches, one thing at a time, each a change of the config with a sentence.
+
+`NAME=FLAGS` on the command line makes an arm of any flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megabatch.batch import Stage
+from megabatch.config import Config
+
+_SGD_RATE, _SGD_PER = 0.1, 256
+"""Goyal's reference for linear scaling"""
+_LAMB_RATE, _LAMB_PER = 0.04, 32768
+"""of LAMB's authors for ResNet-50, by the square root of the batch (from memory)"""
+
+
+@dataclass(frozen=True)
+class Arm:
+    change: Callable[[Config], Config]
+    says: str
+    own_rate: bool = False
+    """it has a learning rate of its own"""
+
+
+def _set(**changed: Any) -> Callable[[Config], Config]:
+    return lambda config: replace(config, **changed)
+
+
+def _rate(**changed: Any) -> Callable[[Config], Config]:
+    return lambda config: replace(config, lr=replace(config.lr, **changed))
+
+
+def _optimizer(**changed: Any) -> Callable[[Config], Config]:
+    return lambda config: replace(config, optimizer=replace(config.optimizer, **changed))
+
+
+def _sgd(config: Config) -> Config:
+    if config.optimizer.trust is None:
+        return config
+    plain = _optimizer(
+        trust=None, policy="lars", form="pytorch", momentum_correction=False, unadapted_rate=1.0
+    )
+    return _linear(plain(config))
+
+
+def _larc(config: Config) -> Config:
+    """Its ratio bounds the rate that SGD would have."""
+    return _linear(_optimizer(trust=0.002, policy="clip")(config))
+
+
+def _linear(config: Config) -> Config:
+    return _rate(reference=_SGD_RATE, per=_SGD_PER, scaling="linear")(config)
+
+
+def _lamb(config: Config) -> Config:
+    changed = _optimizer(
+        name="lamb",
+        weight_decay=1e-2,
+        trust=0.001,
+        policy="lars",
+        nesterov=False,
+        form="paper",
+        momentum_correction=False,
+    )(config)
+    return _rate(reference=_LAMB_RATE, per=_LAMB_PER, scaling="sqrt")(changed)
+
+
+def _grow(config: Config) -> Config:
+    """Two thirds of the batch for a third of the run, then twice that: as many steps, at the same
+    rate."""
+    first = max(1, round(2 / 3 * config.batch / config.span)) * config.span
+    kept = _rate(reference=config.lr.peak(config.batch), per=None)(config)
+    stages = (Stage(config.epochs / 3, 2 * first),)
+    return replace(kept, batch=first, stages=stages, rate_follows_batch=False)
+
+
+def _follow_noise(config: Config) -> Config:
+    """From a quarter of the batch up to twice the batch; the rate goes with it."""
+    first = max(1, config.batch // 4 // config.span) * config.span
+    share = first / config.batch
+    kept = _rate(reference=config.lr.peak(config.batch) * share, per=None)(config)
+    noise = replace(config.noise, follow=True, least=first, most=8 * first)
+    return replace(kept, batch=first, noise=noise, rate_follows_batch=True)
+
+
+def _span(images: int) -> Callable[[Config], Config]:
+    def change(config: Config) -> Config:
+        micro = max(images, config.micro // images * images)
+        return replace(config, span=images, micro=micro)
+
+    return change
+
+
+def _recompute(config: Config) -> Config:
+    images = max(1, 8192 // config.micro) * config.micro
+    return replace(config, bn_recompute=images, ema=0.0)
+
+
+ARMS: dict[str, Arm] = {
+    "no_warmup": Arm(_rate(warmup=0.0), "the full rate from the first step on (Goyal)"),
+    "sgd": Arm(_sgd, "no LARS: SGD, its rate scaled linearly from 0.1 at 256 (Goyal, You)", True),
+    "larc": Arm(_larc, "LARC, which bounds SGD's linearly scaled rate layer by layer", True),
+    "lamb": Arm(_lamb, "LAMB, its authors' rate by the square root of the batch", True),
+    "no_smoothing": Arm(_set(label_smoothing=0.0), "labels as they are (Mikami)"),
+    "decay_all": Arm(_optimizer(decay_all=True), "decay on biases and batch norm too (Jia)"),
+    "gamma_one": Arm(_set(zero_gamma=False), "gamma 1 in each block's last batch norm (Goyal)"),
+    "moving_average": Arm(
+        _set(bn_momentum=0.1, bn_recompute=0), "evaluation by batch norm's moving averages"
+    ),
+    "last_step": Arm(
+        _set(bn_momentum=1.0, bn_recompute=0), "evaluation by the last step's statistics (Mikami)"
+    ),
+    "recompute": Arm(_recompute, "evaluation by statistics computed anew over 8,192 images"),
+    "grow": Arm(_grow, "a batch that doubles after a third, in as many steps (Mikami)"),
+    "follow_noise": Arm(_follow_noise, "a batch that follows the gradient noise scale"),
+    "span32": Arm(_span(32), "batch-norm statistics over 32 images"),
+    "span64": Arm(_span(64), "batch-norm statistics over 64 images"),
+    "span128": Arm(_span(128), "batch-norm statistics over 128 images"),
+    "span256": Arm(_span(256), "batch-norm statistics over 256 images"),
+    "fp32": Arm(_set(precision="fp32", half_weights=False), "single precision"),
+    "bf16": Arm(_set(precision="bf16", half_weights=False), "bf16 activations"),
+    "fp16": Arm(_set(precision="fp16", half_weights=False), "fp16 activations"),
+    "fp16_masters": Arm(
+        _set(precision="fp16", half_weights=True), "fp16 weights too, with fp32 masters (Jia)"
+    ),
+    "share_1": Arm(_optimizer(unadapted_rate=1.0), "biases and batch norm at the full rate"),
+    "share_10th": Arm(_optimizer(unadapted_rate=0.1), "biases and batch norm at a tenth of it"),
+    "share_50th": Arm(_optimizer(unadapted_rate=0.02), "biases and batch norm at a fiftieth"),
+    "pytorch_form": Arm(
+        _optimizer(form="pytorch", momentum_correction=False), "the rate outside the buffer"
+    ),
+    "paper_form": Arm(
+        _optimizer(form="paper", momentum_correction=False),
+        "the rate inside the buffer, as the papers have it, uncorrected",
+    ),
+    "correction": Arm(
+        _optimizer(form="paper", momentum_correction=True),
+        "the rate inside the buffer, with momentum correction (Goyal)",
+    ),
+    "average": Arm(_set(ema=0.9, bn_recompute=0), "an average of the last 10 steps' weights"),
+    "average_long": Arm(_set(ema=0.99, bn_recompute=0), "an average of the last 100 steps'"),
+}

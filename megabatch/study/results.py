@@ -1,0 +1,229 @@
+"""What a study found: its runs by arm and batch, held against the baseline.
+
+The baseline is the recipe itself at the smallest batch there is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megabatch.runs import record
+from megabatch.runs.record import Record, number
+from megabatch.study.spread import Mean, difference, mean
+from megabatch.study.trials import RECIPE, folders, read_object
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run of a study, finished, failed or under way."""
+
+    kind: str
+    arm: str
+    batch: int
+    seed: int
+    factor: float
+    run: Record
+    failure: str | None
+
+    @property
+    def rate(self) -> float:
+        """The learning rate that it warmed up to."""
+        return max((value for value in self.run.steps["lr"]), default=math.nan)
+
+    @property
+    def noise_scale(self) -> float:
+        """The gradient's at its end, in images (nan: not known)."""
+        known = [value for value in self.run.steps["noise_scale"] if math.isfinite(value)]
+        return known[-1] if known else math.nan
+
+    @property
+    def finished(self) -> bool:
+        return self.run.summary.get("ended") in ("finished", "target") and not self.run.resumed
+
+    @property
+    def top1(self) -> float:
+        return number(self.run.summary.get("top1"))
+
+    @property
+    def curve(self) -> list[tuple[float, float]]:
+        """Epochs and top-1 of its evaluations."""
+        pairs = [(number(e.get("epoch")), number(e.get("top1"))) for e in self.run.evaluations]
+        return [pair for pair in pairs if math.isfinite(sum(pair))]
+
+    def epochs_to(self, accuracy: float) -> float:
+        """Epochs until an evaluation reached that top-1 (inf: none did)."""
+        return next((epoch for epoch, top1 in self.curve if top1 >= accuracy), math.inf)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The runs of one arm at one batch, which differ in their seeds alone."""
+
+    arm: str
+    batch: int
+    runs: list[Result] = field(default_factory=list)
+
+    @property
+    def finished(self) -> list[Result]:
+        return [run for run in self.runs if run.finished]
+
+    @property
+    def top1s(self) -> list[float]:
+        return [run.top1 for run in self.finished]
+
+    def summary(self, name: str) -> Mean:
+        return mean([number(run.run.summary.get(name)) for run in self.finished])
+
+
+@dataclass(frozen=True)
+class Study:
+    path: Path
+    cells: list[Cell]
+    """by arm, the recipe first, and by batch"""
+    tried: list[Result]
+    """runs that rates were chosen by, by batch and rate"""
+    probes: list[Result]
+
+    @property
+    def baseline(self) -> Cell | None:
+        """The smallest batch of the recipe that has a finished run."""
+        return next((c for c in self.cells if c.arm == RECIPE and c.finished), None)
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(cell.arm for cell in self.cells))
+
+    @property
+    def batches(self) -> list[int]:
+        return sorted({cell.batch for cell in self.cells})
+
+    def cell(self, arm: str, batch: int) -> Cell | None:
+        return next((c for c in self.cells if (c.arm, c.batch) == (arm, batch)), None)
+
+    def against_baseline(self, cell: Cell) -> Mean:
+        """Top-1 less the baseline's, in points."""
+        base = self.baseline
+        if base is None or not cell.finished:
+            return mean([])
+        return difference([100 * t for t in cell.top1s], [100 * t for t in base.top1s])
+
+    def against_recipe(self, cell: Cell) -> Mean:
+        """Top-1 less that of the recipe itself at the same batch, in points."""
+        recipe = self.cell(RECIPE, cell.batch)
+        if recipe is None or not cell.finished or not recipe.finished:
+            return mean([])
+        return difference([100 * t for t in cell.top1s], [100 * t for t in recipe.top1s])
+
+    def epochs_to_baseline(self, cell: Cell, within: float = 0.0) -> Mean:
+        """Epochs until the runs of a cell reached what the baseline ended with, less `within` of
+        top-1; nan where one of them did not."""
+        base = self.baseline
+        if base is None or not cell.finished:
+            return mean([])
+        wanted = mean(base.top1s).value - within
+        found = [run.epochs_to(wanted) for run in cell.finished]
+        return mean(found) if all(map(math.isfinite, found)) else mean([])
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A line for each cell, for tables and JSON; None where a number is not known."""
+        for cell in self.cells:
+            top1 = mean([100 * t for t in cell.top1s])
+            less, arm = self.against_baseline(cell), self.against_recipe(cell)
+            yield {
+                "arm": cell.arm,
+                "batch": cell.batch,
+                "seeds": [run.seed for run in cell.finished],
+                "failed": {run.seed: run.failure for run in cell.runs if run.failure},
+                "top1": _known(top1.value),
+                "top1_half": _known(top1.half),
+                "to_baseline": _known(less.value),
+                "to_baseline_half": _known(less.half),
+                "to_recipe": _known(arm.value),
+                "to_recipe_half": _known(arm.half),
+                "epochs_to_baseline": _known(self.epochs_to_baseline(cell).value),
+                "steps": _known(cell.summary("steps").value),
+                "images_per_second": _known(cell.summary("images_per_second").value),
+                "seconds": _known(cell.summary("seconds").value),
+            }
+
+    # --- rates and noise
+
+    def chosen(self, batch: int) -> Result | None:
+        """The run of the search at a batch that did best on held-out training images."""
+        at = [run for run in self.tried if run.batch == batch and run.finished]
+        return max(at, key=lambda run: run.top1, default=None)
+
+    def chosen_factors(self) -> dict[int, float]:
+        found = {run.batch: self.chosen(run.batch) for run in self.tried}
+        return {batch: run.factor for batch, run in found.items() if run is not None}
+
+    def search_in_words(self) -> Iterator[str]:
+        """What was tried at each batch, and what was chosen."""
+        for batch in sorted({run.batch for run in self.tried}):
+            at = sorted((r for r in self.tried if r.batch == batch), key=lambda run: run.factor)
+            best = self.chosen(batch)
+            told = ", ".join(f"{r.rate:.4g}: {_percent(r.top1)}" for r in at)
+            end = "none can be chosen"
+            if best is not None:
+                end = f"{best.rate:.4g} is chosen"
+                if len(at) > 1 and best in (at[0], at[-1]):
+                    end += ", at the edge of what was tried: widen --rates"
+            yield f"rates at batch {batch:,}, by held-out training images: {told}; {end}"
+
+    @property
+    def forecast(self) -> float:
+        """The batch at which noise and signal of the gradient are even, by the probe (nan: none
+        was run)."""
+        known = [p.noise_scale for p in self.probes if math.isfinite(p.noise_scale)]
+        return known[-1] if known else math.nan
+
+    def forecast_in_words(self) -> str:
+        if not math.isfinite(self.forecast):
+            return "the probe does not tell where scaling ends: its noise scale is undefined"
+        return (
+            f"forecast: after {self.probes[-1].run.epoch:.3g} epochs the gradient's noise scale is "
+            f"{self.forecast:,.0f} images; a batch that large needs about twice the epochs of a "
+            f"small one to the same loss, and larger ones in proportion"
+        )
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}" if math.isfinite(share) else "failed"
+
+
+def read(path: Path) -> Study:
+    """What the folders of a study's runs hold."""
+    cells: dict[tuple[str, int], Cell] = {}
+    others: dict[str, list[Result]] = {"rate": [], "probe": []}
+    for folder in folders(path):
+        label = read_object(folder / "trial.json")
+        batch, seed, factor = (label.get(name) for name in ("batch", "seed", "factor"))
+        if not isinstance(batch, int) or not isinstance(seed, int):
+            continue
+        result = Result(
+            kind=str(label.get("kind")),
+            arm=str(label.get("arm")),
+            batch=batch,
+            seed=seed,
+            factor=number(factor),
+            run=record.read(folder) if record.is_run(folder) else Record(folder),
+            failure=str(label["failure"]) if "failure" in label else None,
+        )
+        if result.kind in others:
+            others[result.kind].append(result)
+        else:
+            key = result.arm, batch
+            cells.setdefault(key, Cell(*key)).runs.append(result)
+    for cell in cells.values():
+        cell.runs.sort(key=lambda run: run.seed)
+    tried = sorted(others["rate"], key=lambda run: (run.batch, run.factor))
+    ordered = sorted(cells.values(), key=lambda cell: (cell.arm != RECIPE, cell.arm, cell.batch))
+    return Study(path, ordered, tried, others["probe"])

@@ -1,0 +1,225 @@
+"""A study's runs, one after another in one process: they share the opened images and whatever was
+compiled for the first of them.
+
+What is finished stays and is not run again; what was stopped goes on; what fails is written down,
+and the others run all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megabatch.cluster import Cluster
+from megabatch.config import Config
+from megabatch.data.opening import open_sources
+from megabatch.data.resident import on_device
+from megabatch.data.source import Source, for_tuning
+from megabatch.durable import lock, remove
+from megabatch.errors import RunFailed, UserError
+from megabatch.runs.alive import mark
+from megabatch.runs.progress import clock
+from megabatch.study.results import read
+from megabatch.study.trials import Plan, Trial, state, write_label
+from megabatch.training import Summary, train
+
+Say = Callable[[str], None]
+
+
+class SharedImages:
+    """The images that runs were last opened for; another data set takes their place."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._opened: tuple[object, tuple[Source, Source]] | None = None
+
+    def of(self, config: Config) -> tuple[Source, Source]:
+        seed = config.seed if config.data.kind == "synthetic" else 0
+        whole = replace(config.data, tuning_share=0.0)
+        key = (whole, seed)
+        if self._opened is None or self._opened[0] != key:
+            self._opened = None  # before the next are brought to the device
+            train_set, val_set = open_sources(replace(config, data=whole), None, self._cluster)
+            placed = (
+                on_device(train_set, config, self._cluster),
+                on_device(val_set, config, self._cluster),
+            )
+            self._opened = key, placed
+        return for_tuning(self._opened[1], config.data.tuning_share)
+
+
+class TimeLeft:
+    """How long the rest will take: by the pace of the runs of the same batch, or of any."""
+
+    def __init__(self) -> None:
+        self._paces: dict[int, list[float]] = {}
+
+    def ran(self, trial: Trial, seconds: float) -> None:
+        self._paces.setdefault(trial.batch, []).append(seconds / trial.config.epochs)
+
+    def of(self, rest: list[Trial]) -> float | None:
+        every = [pace for paces in self._paces.values() for pace in paces]
+        if not every:
+            return None
+        found = 0.0
+        for trial in rest:
+            paces = self._paces.get(trial.batch, every)
+            found += trial.config.epochs * sum(paces) / len(paces)
+        return found
+
+
+def study(
+    plan: Plan,
+    out: Path,
+    cluster: Cluster,
+    say: Say,
+    *,
+    retry: bool = False,
+    keep_checkpoints: bool = False,
+    verbose: bool = False,
+) -> str:
+    """Run what is not finished yet: the probe, the search for rates, then the runs themselves.
+
+    Every worker of the cluster calls it. Returns how it ended: finished or stopped (on request;
+    the run that was under way then has a checkpoint).
+    """
+    with _held(out, cluster):
+        sweep = Sweep(out, cluster, say, retry, keep_checkpoints, verbose)
+        if plan.probe:
+            if sweep.over(plan.probes(), "a probe of the noise") == "stopped":
+                return "stopped"
+            say(cluster.agree(lambda: read(out).forecast_in_words()))
+        factors: dict[int, float] = {}
+        if plan.rates:
+            if sweep.over(plan.search(), "the search for rates") == "stopped":
+                return "stopped"
+            factors = cluster.agree(lambda: read(out).chosen_factors())
+            for line in cluster.agree(lambda: list(read(out).search_in_words())):
+                say(line)
+        return sweep.over(plan.runs(factors), "the runs")
+
+
+class Sweep:
+    """Runs one after another into a folder, over the same images."""
+
+    def __init__(
+        self,
+        out: Path,
+        cluster: Cluster,
+        say: Say,
+        retry: bool,
+        keep_checkpoints: bool,
+        verbose: bool,
+    ) -> None:
+        self._out, self._cluster, self._say = out, cluster, say
+        self._retry, self._keep, self._verbose = retry, keep_checkpoints, verbose
+        self._images, self._left = SharedImages(cluster), TimeLeft()
+
+    def over(self, trials: list[Trial], what: str) -> str:
+        """How it ended: finished or stopped."""
+        out, cluster, say = self._out, self._cluster, self._say
+        states = cluster.agree(lambda: [state(out / trial.name, trial) for trial in trials])
+        over = ("finished",) if self._retry else ("finished", "failed")
+        waiting = [
+            (trial, now) for trial, now in zip(trials, states, strict=True) if now not in over
+        ]
+        say(f"{what}: {_plan_in_words(states, self._retry)}")
+        for number, (trial, now) in enumerate(waiting):
+            place, began = out / trial.name, time.monotonic()
+            if cluster.first:
+                if now == "failed":
+                    remove(place)
+                write_label(place, trial)
+            cluster.barrier()
+            left = self._left.of([trial for trial, _ in waiting[number:]])
+            say(
+                f"run {number + 1} of {len(waiting)}: {trial.name}"
+                + (f"; left {clock(left)}" if left is not None else "")
+            )
+            summary, failure = _run(trial, place, cluster, self._images, self._verbose)
+            if summary is not None and summary.ended == "stopped":
+                return "stopped"
+            self._left.ran(trial, time.monotonic() - began)
+            self._ended(trial, failure)
+            say(f"{trial.name}: {_in_words(trial, summary, failure)}")
+        return "finished"
+
+    def _ended(self, trial: Trial, failure: str | None) -> None:
+        place = self._out / trial.name
+        if failure is not None and self._cluster.first:
+            write_label(place, trial, failure)
+        elif self._cluster.first and not self._keep:
+            with contextlib.suppress(OSError):
+                remove(place / "checkpoints")
+        gc.collect()  # a net that is gone leaves its memory to the next
+        if self._cluster.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _run(
+    trial: Trial, place: Path, cluster: Cluster, images: SharedImages, verbose: bool
+) -> tuple[Summary | None, str | None]:
+    """How one run ended, or why it failed."""
+    try:
+        config = trial.config
+        return train(
+            config,
+            cluster=cluster,
+            out=place,
+            resume=True,
+            quiet=not verbose,
+            sources=images.of(config),
+        ), None
+    except (RunFailed, UserError) as error:
+        return None, str(error)
+    except Exception as error:
+        if cluster.world > 1:  # the others are in the middle of a step
+            raise
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _in_words(trial: Trial, summary: Summary | None, failure: str | None) -> str:
+    if summary is None:
+        return f"failed: {failure}"
+    judged = " of held-out training images" if trial.kind == "rate" else ""
+    top1 = "" if trial.kind == "probe" else f"top-1 {summary.top1:.2%}{judged} after "
+    return (
+        f"{top1}{summary.steps:,} steps in {summary.seconds:.1f} s, "
+        f"{summary.images_per_second:,.0f} images/s"
+    )
+
+
+def _plan_in_words(states: list[str], retry: bool) -> str:
+    finished, failed = states.count("finished"), states.count("failed")
+    words = [str(len(states))]
+    if finished:
+        words.append(f"{finished} finished already")
+    if failed:
+        words.append(f"{failed} failed before" + ("" if retry else " (--retry runs them again)"))
+    return ", ".join(words)
+
+
+@contextlib.contextmanager
+def _held(out: Path, cluster: Cluster) -> Iterator[None]:
+    """The study's folder, for this process alone."""
+
+    def take() -> None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            held = lock(out / "lock", lambda: json.dumps(mark()) + "\n")
+        except OSError as error:
+            raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
+        if held is None:
+            raise UserError(f"another process runs the study in {out}: wait for its end")
+        ending.callback(held.close)
+
+    with contextlib.ExitStack() as ending:
+        cluster.agree(take)
+        yield

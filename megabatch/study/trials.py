@@ -1,0 +1,161 @@
+"""The runs of a study: which there are, what each is called, and what their folders tell.
+
+Every run has a folder of its own inside the study's, so that a study grows by being run again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megabatch.config import Config
+from megabatch.durable import is_plain, read_plain, write_whole
+from megabatch.errors import UserError
+from megabatch.recipes.by_batch import fitted
+
+RECIPE = "recipe"
+"""the arm that changes nothing"""
+TUNING_SHARE = 0.1
+"""of the training images, that rates are chosen by"""
+_PROBE_SHARE, _PROBE_EPOCHS = 0.1, 2.0
+"""a probe is so much of a run, and at least so many epochs"""
+_PROBE_MICROS = 16
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: the recipe at a batch, with one thing changed or nothing, from one seed."""
+
+    kind: str
+    """run, rate (one of a search, judged by held-out training images) or probe"""
+    arm: str
+    batch: int
+    config: Config
+    factor: float = 1.0
+    """of the recipe's rate"""
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed
+
+    @property
+    def name(self) -> str:
+        if self.kind == "rate":
+            return f"rate-{self.batch}-x{self.factor:g}-s{self.seed}"
+        if self.kind == "probe":
+            return f"probe-{self.batch}-s{self.seed}"
+        arm = "" if self.arm == RECIPE else f"{self.arm}-"
+        return f"{self.batch}-{arm}s{self.seed}"
+
+    def label(self) -> dict[str, Any]:
+        """What its folder says of it beside the config."""
+        return {
+            "kind": self.kind,
+            "arm": self.arm,
+            "batch": self.batch,
+            "seed": self.seed,
+            "factor": self.factor,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a study is to run."""
+
+    configs: dict[tuple[str, int], Config]
+    """by arm and batch, in the order of the runs"""
+    seeds: range
+    rates: tuple[float, ...] = ()
+    """multiples of the recipe's rate to choose among, at each batch"""
+    own_rates: frozenset[str] = frozenset()
+    """arms that have a rate of their own, which is not the recipe's times anything"""
+    probe: bool = False
+
+    def runs(self, factors: Mapping[int, float]) -> list[Trial]:
+        """A run for each arm and batch from each seed, at the recipe's rate times a factor; all
+        batches from one seed before the next, so that a study that is stopped has some of
+        everything."""
+        found = []
+        for seed in self.seeds:
+            for (arm, batch), config in self.configs.items():
+                factor = 1.0 if arm in self.own_rates else factors.get(batch, 1.0)
+                seeded = replace(at_rate(config, factor), seed=seed)
+                found.append(Trial("run", arm, batch, seeded, factor))
+        return found
+
+    def search(self) -> list[Trial]:
+        """The runs that rates are chosen by: they see a part of the training images, are judged by
+        the rest, and never see the validation images."""
+        return [
+            Trial("rate", arm, batch, _for_tuning(at_rate(config, rate), self.seeds[0]), rate)
+            for (arm, batch), config in self.configs.items()
+            if arm == RECIPE
+            for rate in self.rates
+        ]
+
+    def probes(self) -> list[Trial]:
+        """A short run at the largest batch, for the noise scale."""
+        largest = max((batch for arm, batch in self.configs if arm == RECIPE), default=0)
+        if not self.probe or not largest:
+            return []
+        config = replace(self.configs[RECIPE, largest], seed=self.seeds[0])
+        epochs = min(config.epochs, max(_PROBE_EPOCHS, _PROBE_SHARE * config.epochs))
+        # The more passes a step is made of, the surer the estimate.
+        micro = max(config.span, min(config.micro, largest // _PROBE_MICROS))
+        short = replace(config.resized(epochs=epochs), micro=micro, eval_every=0.0)
+        return [Trial("probe", RECIPE, largest, fitted(short))]
+
+
+def at_rate(config: Config, factor: float) -> Config:
+    return replace(config, lr=replace(config.lr, reference=config.lr.reference * factor))
+
+
+def _for_tuning(config: Config, seed: int) -> Config:
+    return replace(config, seed=seed, data=replace(config.data, tuning_share=TUNING_SHARE))
+
+
+# --- what folders tell -------------------------------------------------------------------------
+
+
+def write_label(folder: Path, trial: Trial, failure: str | None = None) -> None:
+    record = trial.label() | ({"failure": failure} if failure is not None else {})
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "trial.json", (json.dumps(record, indent=2) + "\n").encode())
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one where there is none."""
+    if not is_plain(path):
+        return {}
+    try:
+        found = json.loads(read_plain(path, _MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def state(folder: Path, trial: Trial) -> str:
+    """new, begun, finished or failed; an error where the folder holds another run."""
+    failed = "failure" in read_object(folder / "trial.json")
+    written = folder / "config.json"
+    if is_plain(written):
+        difference = Config.read(written).resume_difference(trial.config)
+        if difference is not None:
+            raise UserError(
+                f"{folder} was begun with {difference}: give the same settings, or name another "
+                f"--out"
+            )
+        if read_object(folder / "summary.json").get("ended") in ("finished", "target"):
+            return "finished"
+    return "failed" if failed else "begun" if is_plain(written) else "new"
+
+
+def folders(study: Path) -> Iterator[Path]:
+    """The folders of a study's runs."""
+    for path in sorted(study.iterdir()) if study.is_dir() else ():
+        if is_plain(path / "trial.json"):
+            yield path

@@ -1,0 +1,281 @@
+"""megabatch study RECIPE --batches N,N,N: accuracy against batch size, over seeds and arms."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import textwrap
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from megabatch import recipes
+from megabatch.cluster import Cluster, under_launcher
+from megabatch.config import Config
+from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest
+from megabatch.recipes.by_batch import fitted
+from megabatch.stopping import keep_stop_requests
+from megabatch.study.arms import ARMS
+from megabatch.study.trials import RECIPE, Plan
+from megabatch.verbs.examples import show_examples
+from megabatch.verbs.parsing import parse, parse_some
+from megabatch.verbs.workers import on_workers
+from megabatch.verbs.writing import say
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Which runs a study has, and where they go."""
+
+    batches: str = ""
+    """global batches, with commas between them; the smallest is the baseline"""
+    seeds: int = 1
+    """runs of each, from seeds that follow each other"""
+    arms: tuple[str, ...] = ()
+    """what to switch, one thing at a time, beside the recipe itself: names, or NAME=FLAGS"""
+    arm_batches: str = ""
+    """batches that the arms run at (none: all)"""
+    rates: str = ""
+    """multiples of the recipe's rate to choose among at each batch, with commas between them: by
+    held-out training images, never the validation images"""
+    probe: bool = False
+    """first a short run whose gradient noise scale forecasts where scaling ends"""
+    out: str | None = None
+    """the study's folder (None: runs/study-NAME); run again, it grows and nothing is run twice"""
+    workers: int | None = None
+    """local workers (None: one a GPU, or two without a GPU)"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where the workers compute"""
+    retry: bool = False
+    """run again what failed before"""
+    keep_checkpoints: bool = False
+    """keep the weights of finished runs"""
+    verbose: bool = False
+    """show what each run says"""
+    json: bool = False
+    """the last line on standard output is the result as one JSON object"""
+
+
+@dataclass(frozen=True)
+class StudyFlags:
+    sweep: Annotated[Sweep, tyro.conf.arg(name="")]
+    config: Annotated[Config, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is looked at before the recipe is known."""
+
+    epochs: float | None = None
+    batch: int | None = None
+    micro: int | None = None
+    save_every: float | None = None
+
+
+def run(arguments: list[str]) -> int:
+    with contextlib.nullcontext() if under_launcher() else keep_stop_requests():
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        if "-h" in arguments or "--help" in arguments:
+            return _help()
+        known = ", ".join(recipes.RECIPES)
+        raise UserError(f"study needs a recipe: one of {known}, or the config.json of a run")
+    plan, flags = read_flags(arguments[0], arguments[1:])
+    name = next(iter(plan.configs.values())).name
+    out = flags.out or f"runs/study-{name}"
+    call = (plan, out, flags)
+    first, ended = on_workers(flags.workers, flags.device, 2, study_here, *call, stops=True)
+    if not first:
+        return STOPPED if ended == "stopped" else DONE
+    return _tell(Path(out), ended, flags)
+
+
+def study_here(plan: Plan, out: str, flags: Sweep) -> tuple[bool, str]:
+    """The work of one worker: whether it is the first, and how the study ended."""
+    from megabatch.runs.progress import say, to_people
+    from megabatch.study.sweep import study
+
+    cluster = Cluster.from_env(None, flags.device)
+    console = to_people(not cluster.first)
+    try:
+        return cluster.first, study(
+            plan,
+            Path(out),
+            cluster,
+            lambda words: say(console, words),
+            retry=flags.retry,
+            keep_checkpoints=flags.keep_checkpoints,
+            verbose=flags.verbose,
+        )
+    finally:
+        cluster.leave()
+
+
+# --- what is asked for -------------------------------------------------------------------------
+
+
+def read_flags(name: str, arguments: list[str]) -> tuple[Plan, Sweep]:
+    """The runs that `megabatch study NAME ...` asks for."""
+    words = f"study {name}"
+    given = parse_some(Given, words, arguments)
+    if given.batch is not None:
+        raise UserError("a study has several batches: give --batches 256,1024, say")
+    first = recipes.named(name, given.epochs)
+    flags = parse(StudyFlags, words, arguments, StudyFlags(Sweep(), first)).sweep
+    batches = _batches(flags.batches, "batches")
+    if not batches:
+        raise UserError("study needs batches: --batches 256,1024,4096, say")
+    arm_batches = _batches(flags.arm_batches, "arm-batches") or batches
+    if not 1 <= flags.seeds <= 1000:
+        raise UserError(f"--seeds is {flags.seeds}; give 1 to 1000")
+    at_batch = {
+        batch: _at_batch(name, batch, words, arguments, given)
+        for batch in sorted({*batches, *arm_batches})
+    }
+    configs = {(RECIPE, batch): at_batch[batch].check() for batch in batches}
+    own_rates = set[str]()
+    for arm in flags.arms:
+        changed, own_rate = _arm(arm, {batch: at_batch[batch] for batch in arm_batches}, words)
+        configs |= changed
+        own_rates |= {name for name, _ in changed if own_rate}
+    seed = configs[RECIPE, batches[0]].seed
+    plan = Plan(
+        configs=configs,
+        seeds=range(seed, seed + flags.seeds),
+        rates=tuple(_rates(flags.rates)),
+        own_rates=frozenset(own_rates),
+        probe=flags.probe,
+    )
+    return plan, flags
+
+
+def _at_batch(name: str, batch: int, words: str, arguments: list[str], given: Given) -> Config:
+    """The recipe at a batch, with what the command line changes."""
+    recipe = recipes.named(name, given.epochs, batch)
+    # A study holds fixed batches against each other; batch-size control is an arm.
+    recipe = replace(recipe, stages=())
+    config = parse(StudyFlags, words, arguments, StudyFlags(Sweep(), recipe)).config
+    if given.micro is None:
+        config = fitted(config)
+    if given.save_every is None:  # weights are large, and a study has many runs
+        config = replace(config, save_every=config.epochs / 3)
+    return replace(config, keep=1)
+
+
+def _arm(
+    arm: str, at_batch: dict[int, Config], words: str
+) -> tuple[dict[tuple[str, int], Config], bool]:
+    """The configs of an arm by its name and batch, and whether it has a rate of its own."""
+    name, made, flags = arm.partition("=")
+    if made:
+        if not name.replace("_", "").replace(".", "").isalnum() or name in (RECIPE, *ARMS):
+            raise UserError(
+                f"an arm of your own is NAME=FLAGS, its name of letters, digits and _, and no "
+                f"other arm's: not {arm!r}"
+            )
+        changes = shlex.split(flags)
+        changed = {
+            batch: fitted(parse(StudyFlags, words, changes, StudyFlags(Sweep(), config)).config)
+            for batch, config in at_batch.items()
+        }
+        own_rate = any(word.startswith(("--lr.reference", "--lr.per")) for word in changes)
+    elif name not in ARMS:
+        raise UserError(f"there is no arm {name!r}: {nearest(name, ARMS)}")
+    else:
+        changed = {b: fitted(ARMS[name].change(config)) for b, config in at_batch.items()}
+        own_rate = ARMS[name].own_rate
+    found = {(name, b): c.check() for b, c in changed.items() if c != at_batch[b]}
+    if not found:
+        raise UserError(f"the arm {name} changes nothing of this recipe: leave it away")
+    return found, own_rate
+
+
+def _batches(words: str, flag: str) -> list[int]:
+    try:
+        found = sorted({int(word) for word in words.split(",") if word.strip()})
+    except ValueError:
+        raise UserError(f"--{flag} is {words!r}: give whole numbers with commas between") from None
+    if found and found[0] < 1:
+        raise UserError(f"--{flag} has {found[0]}: a batch has at least one image")
+    return found
+
+
+def _rates(words: str) -> list[float]:
+    try:
+        found = sorted({float(word) for word in words.split(",") if word.strip()})
+    except ValueError:
+        raise UserError(f"--rates is {words!r}: give multiples of the rate, 0.5,1,2 say") from None
+    if found and not 0 < found[0] <= found[-1] < 1e6:
+        raise UserError(f"--rates is {words!r}: give multiples above 0")
+    return found
+
+
+# --- what came of it ---------------------------------------------------------------------------
+
+
+def _tell(out: Path, ended: str, flags: Sweep) -> int:
+    from megabatch.study.results import read
+
+    study = read(out)
+    rows = list(study.rows())
+    _show(rows)
+    failed = sum(len(row["failed"]) for row in rows)
+    if flags.json:
+        result = {"out": str(out), "ended": ended, "rows": rows}
+        print(json.dumps(result), flush=True)
+    if ended == "stopped":
+        say("stopped on request: the same command goes on", progress=True)
+        return STOPPED
+    return FAILED if failed else DONE
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("arm", no_wrap=True)
+    for head in ("batch", "seeds", "top-1", "to baseline", "to recipe", "epochs to it"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for head in ("steps", "images/s", "time"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        failed = f" ({len(row['failed'])} failed)" if row["failed"] else ""
+        is_arm = row["arm"] != RECIPE
+        table.add_row(
+            row["arm"],
+            f"{row['batch']:,}",
+            f"{len(row['seeds'])}{failed}",
+            _spread(row["top1"], row["top1_half"], ".2f"),
+            _spread(row["to_baseline"], row["to_baseline_half"], "+.2f"),
+            _spread(row["to_recipe"], row["to_recipe_half"], "+.2f") if is_arm else "",
+            _spread(row["epochs_to_baseline"], None, ".1f"),
+            _spread(row["steps"], None, ",.0f"),
+            _spread(row["images_per_second"], None, ",.0f"),
+            _spread(row["seconds"], None, ",.1f"),
+        )
+    console = Console()
+    console.print(table) if console.is_terminal else Console(width=400).print(table)
+
+
+def _spread(value: float | None, half: float | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:{form}}" + (f" ± {half:.2f}" if half is not None else "")
+
+
+def _help() -> int:
+    show_examples("study")
+    print("usage: megabatch study RECIPE|RUN/config.json --batches N,N,N [OPTIONS]\n")
+    print("arms (--arms NAME ..., or NAME='--flag value' for any flags of train):")
+    for name, arm in ARMS.items():
+        print(textwrap.fill(f"  {name:15} {arm.says}", 80, subsequent_indent=" " * 18))
+    print("\nmegabatch study RECIPE --help lists the options with the recipe's values.")
+    return DONE
