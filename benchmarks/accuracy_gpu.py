@@ -1,0 +1,74 @@
+"""Claim: the pass by kernels of our own ends where the plain net does, compiled by torch.
+
+Tiny ImageNet, `tiny30` at 4,096, seed by seed, first by kernels and then without.
+
+    python benchmarks/accuracy_gpu.py PACK [--seeds 3] [--json FILE]
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import megabatch as mb
+from megabatch import passes
+
+
+def trained(config, seed, ours):
+    own = passes.fusable
+    if not ours:
+        passes.fusable = lambda *_: False
+    try:
+        summary = mb.train(replace(config, seed=seed, compile="always"), quiet=True)
+    finally:
+        passes.fusable = own
+    return {
+        "way": "kernels" if ours else "plain, compiled",
+        "seed": seed,
+        "top1": summary.top1,
+        "best_top1": summary.best_top1,
+        "loss": summary.loss,
+        "seconds": summary.seconds,
+        "images_per_second": summary.images_per_second,
+    }
+
+
+def main():
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("pack")
+    flags.add_argument("--seeds", type=int, default=3)
+    flags.add_argument("--batch", type=int, default=4096)
+    flags.add_argument("--epochs", type=float, default=30)
+    flags.add_argument("--json", type=Path)
+    arguments = flags.parse_args()
+    config = mb.recipes.tiny30(arguments.batch)
+    config = replace(config, data=replace(config.data, path=arguments.pack), eval_every=0)
+    if arguments.epochs != config.epochs:
+        config = config.resized(epochs=arguments.epochs)
+    found = {
+        "chip": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "runs": [],
+    }
+    for ours in (True, False):
+        for seed in range(arguments.seeds):
+            found["runs"].append(trained(config, seed, ours))
+            print(found["runs"][-1], flush=True)
+            if arguments.json:  # as it comes: a machine may be taken back
+                arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    means = [
+        statistics.mean(run["top1"] for run in found["runs"] if run["way"] == way)
+        for way in ("kernels", "plain, compiled")
+    ]
+    print(f"mean top-1 {means[0]:.2%} by kernels, {means[1]:.2%} without")
+
+
+if __name__ == "__main__":
+    main()
