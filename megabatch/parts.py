@@ -74,6 +74,16 @@ class Parts:
             **self.average.tensors(),
         }
 
+    def replicated(self) -> Iterator[Tensor]:
+        """What every worker holds alike, bit for bit, after each step: all of a checkpoint, but for
+        the buffers that a module of the caller's keeps as it likes."""
+        yield from self.net.parameters() if self.own else self.net.state_dict().values()
+        for held in self.optimizer.state.values():
+            yield from (value for value in held.values() if isinstance(value, Tensor))
+        parts = (self.masters, self.scale) if self.own else (self.masters, self.scale, self.average)
+        for part in parts:
+            yield from part.tensors().values()
+
     def load(self, tensors: dict[str, Tensor]) -> None:
         for part in (self.masters, self.scale, self.average):
             part.load(tensors)

@@ -24,6 +24,7 @@ from megabatch.keyed import Purpose, keyed, set_positions
 from megabatch.parts import Parts
 from megabatch.passes import logits_of
 from megabatch.precision import autocast, full_dtype
+from megabatch.sync.arriving import Arriving
 from megabatch.sync.control import COUNTS, Control, StepNumbers, counts, without_stop
 from megabatch.sync.summation import TreeSum
 from megabatch.tree import deal
@@ -111,40 +112,29 @@ class DelayedNumbers:
     def __init__(self, state: Iterable[Any] = ()) -> None:
         """With what state() gave for a checkpoint, in a run that is resumed from it."""
         self.losses: list[tuple[int, Tensor]] = []
-        self._waiting: list[tuple[Step, StepResult, torch.cuda.Event | None]] = []
+        self._waiting: list[tuple[Step, Arriving, list[tuple[int, Tensor]]]] = []
         for step, numbers in state:
             kept = torch.tensor(without_stop(numbers), dtype=torch.float64)
-            self._waiting.append((Step(**step), StepResult(kept, []), None))
+            self._waiting.append((Step(**step), Arriving(kept), []))
 
     def put(self, step: Step, result: StepResult) -> StepNumbers | None:
         """Queue a step's numbers; returns the step before's, if there was one."""
         before = self.take()
-        event = None
-        if result.numbers.is_cuda:
-            # Into pinned memory: a copy into any other would wait for the device.
-            pinned = torch.empty_like(result.numbers, device="cpu", pin_memory=True)
-            result = StepResult(pinned.copy_(result.numbers, non_blocking=True), result.losses)
-            event = torch.cuda.Event()
-            event.record()
-        self._waiting.append((step, result, event))
+        self._waiting.append((step, Arriving(result.numbers), result.losses))
         return before
 
     def take(self) -> StepNumbers | None:
         """What has waited longest, if anything has."""
         if not self._waiting:
             return None
-        step, result, event = self._waiting.pop(0)
-        self.losses = result.losses
-        if event is not None:
-            event.synchronize()
-        return StepNumbers.unpack(step, result.numbers.tolist())
+        step, arriving, self.losses = self._waiting.pop(0)
+        return StepNumbers.unpack(step, arriving.read())
 
-    def state(self) -> list[Any]:
-        """What waits, for a checkpoint: the resumed run learns it as this one would have."""
-        for _, _, event in self._waiting:
-            if event is not None:
-                event.synchronize()
-        return [(asdict(step), result.numbers.tolist()) for step, result, _ in self._waiting]
+    def state(self) -> Callable[[], list[Any]]:
+        """What waits now, for a checkpoint, as soon as it is there: the resumed run learns it as
+        this one would have."""
+        waiting = tuple(self._waiting)
+        return lambda: [(asdict(step), arriving.read()) for step, arriving, _ in waiting]
 
 
 @torch.no_grad()

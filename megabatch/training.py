@@ -29,7 +29,7 @@ from megabatch.precision import full_dtype, halved
 from megabatch.process import compute_settings
 from megabatch.recompute import recompute_statistics
 from megabatch.runs import checkpoint
-from megabatch.runs.diagnosis import diagnosis
+from megabatch.runs.diagnosis import diagnosis, divergence
 from megabatch.runs.folder import RunFolder, State
 from megabatch.runs.loggers import Log
 from megabatch.runs.progress import counted, counting, say, to_people
@@ -37,6 +37,7 @@ from megabatch.runs.verdict import Clock, Facts, idle_workers
 from megabatch.step import DelayedNumbers, score, train_step
 from megabatch.stopping import stop_requests
 from megabatch.sync.control import StepNumbers
+from megabatch.sync.replicas import Replicas
 
 _MOST_SKIPPED = 20
 
@@ -117,6 +118,7 @@ def train(
         notes = (*train_set.notes, *filter(None, [parts.run.how]))
         _say_first(log, config, cluster, notes, state, images)
         delayed, clock = DelayedNumbers(state.pending), Clock(state.seconds)
+        replicas = Replicas(cluster, config.compare_every)
         first_seen, ended = state.seen, "finished"
 
         while state.seen < total and ended == "finished":
@@ -142,10 +144,16 @@ def train(
                     raise diagnosis(numbers, delayed.losses, net, folder, cluster)
                 if numbers.stop:
                     ended = "stopped"
+            if (found := replicas.read()) is not None:
+                raise divergence(found, folder, cluster)
+            if replicas.due(state.steps):
+                replicas.compare(state.steps, parts.replicated())
+            folder.check()
 
             # Now and then: evaluate, save, say what was waited for.
             paused = time.perf_counter()
             if ended == "finished" and (last or _due(step.epoch, epoch, config.eval_every)):
+                folder.wait()
                 recompute_statistics(parts, loader, config.bn_recompute, cluster)
                 with parts.average.in_place():
                     held_out = loader.validation_images
@@ -157,8 +165,8 @@ def train(
                 if target is not None and state.evaluation["top1"] >= target:
                     ended = "target"
             if not last and ended == "finished" and _due(step.epoch, epoch, config.save_every):
-                state.pending = delayed.state()
-                folder.save(state, parts, clock.seconds)
+                compared = replicas.compare(state.steps, parts.replicated())
+                folder.save(state, parts, clock.seconds, delayed.state(), compared)
             clock.passed_over(time.perf_counter() - paused)
             if _due(step.epoch, epoch, 1.0):
                 clock.waited_for_others(parts.engine.exposed_seconds())
@@ -167,14 +175,17 @@ def train(
 
         log.whole()
         seconds, training_seconds = clock.seconds, clock.training_seconds
-        state.pending = delayed.state()
-        folder.save(state, parts, seconds)
+        compared = replicas.compare(state.steps, parts.replicated())
+        folder.save(state, parts, seconds, delayed.state(), compared)
+        if (found := replicas.read()) is not None:
+            raise divergence(found, folder, cluster)
         numbers = delayed.take()
         if numbers is not None:
             state.learn(numbers, config)
             log.step(numbers, state.noise.scale)
             if _hopeless(numbers, state, config):
                 raise diagnosis(numbers, delayed.losses, net, folder, cluster)
+        folder.wait()
         cluster.barrier()
         images_per_second = (state.seen - first_seen) / max(training_seconds, 1e-9)
         summary = Summary(

@@ -98,6 +98,9 @@ class Config:
     """epochs between checkpoints (0: only at the end)"""
     keep: int = setting(2, least=1, most=1e6, may_change=True)
     """how many checkpoints stay"""
+    compare_every: int = setting(100, least=0, most=1e9, may_change=True)
+    """steps between comparisons of the workers' weights, bit for bit; they are compared before each
+    checkpoint too (0: never)"""
     target_accuracy: float | None = setting(
         None, above=0, most=1, may_change=True, hint="give a share, 0.97 say"
     )

@@ -2,7 +2,7 @@
 
 A checkpoint holds everything the rest of the run depends on, and a manifest of its files' sizes and
 checksums, itself checked; the newest good one is taken. All workers hold the same state, so one of
-them writes.
+them writes, from a snapshot, while training goes on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,38 @@ class Saved(Protocol):
     def load(self, tensors: dict[str, Tensor]) -> None: ...
 
 
+class Snapshot:
+    """A copy of what a checkpoint holds, as it is now: the run goes on, the copy is written.
+
+    On a GPU the copy is made there, in the time of reading the state once; whoever writes it brings
+    it to the host, on a stream of its own.
+    """
+
+    def __init__(self, saved: Saved) -> None:
+        tensors, self.rest = _split(saved.optimizer.state_dict())
+        held = {WEIGHTS: saved.net.state_dict(), _OPTIMIZER: tensors, _EXTRA: saved.tensors()}
+        self._files = {name: _copies(tensors) for name, tensors in held.items()}
+        on_gpu = any(t.is_cuda for tensors in self._files.values() for t in tensors.values())
+        self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
+
+    def on_host(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one of its files; from any thread."""
+        tensors = self._files[name]
+        if self._copied is None:
+            return tensors
+        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+        side = torch.cuda.Stream(device)
+        side.wait_event(self._copied)
+        with torch.cuda.stream(side):
+            return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
 def save(folder: Path, saved: Saved, state: dict[str, Any], keep: int) -> Path:
+    """Write a checkpoint of what is held now."""
+    return write_snapshot(folder, Snapshot(saved), state, keep)
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot, state: dict[str, Any], keep: int) -> Path:
     """Write a checkpoint named by state["seen"], which is JSON; the newest `keep` stay.
 
     A good one of that name stays as it is: a run that went no further has nothing new to save.
@@ -60,7 +91,7 @@ def save(folder: Path, saved: Saved, state: dict[str, Any], keep: int) -> Path:
     if final.exists() and _fault(final) is None:
         return final
     try:
-        _write(partial, saved, state)
+        _write(partial, snapshot, state)
         if final.exists():
             remove(final)
         partial.rename(final)
@@ -73,17 +104,12 @@ def save(folder: Path, saved: Saved, state: dict[str, Any], keep: int) -> Path:
     return final
 
 
-def _write(partial: Path, saved: Saved, state: dict[str, Any]) -> None:
+def _write(partial: Path, snapshot: Snapshot, state: dict[str, Any]) -> None:
     partial.mkdir()
-    tensors, rest = _split(saved.optimizer.state_dict())
     entries = {}
-    for name, held in (
-        (WEIGHTS, saved.net.state_dict()),
-        (_OPTIMIZER, tensors),
-        (_EXTRA, saved.tensors()),
-    ):
-        entries[name] = _put(partial / name, safetensors.torch.save(_contiguous(held)))
-    record = json.dumps({"state": state, "optimizer": rest}, indent=2) + "\n"
+    for name in (WEIGHTS, _OPTIMIZER, _EXTRA):
+        entries[name] = _put(partial / name, safetensors.torch.save(snapshot.on_host(name)))
+    record = json.dumps({"state": state, "optimizer": snapshot.rest}, indent=2) + "\n"
     entries[_STATE] = _put(partial / _STATE, record.encode())
     write(partial / _MANIFEST, _manifest(entries))
     sync(partial)
@@ -199,8 +225,8 @@ def _join(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": rest["param_groups"]}
 
 
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    # Clones, because safetensors refuses tensors that share storage.
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    # Each its own: safetensors refuses tensors that share storage.
     return {
         name: tensor.detach().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()

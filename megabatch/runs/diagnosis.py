@@ -1,8 +1,10 @@
-"""What is known of a step whose loss or gradient is not a finite number, in a file and in words."""
+"""What is known of a run that cannot go on, in words: its loss or gradient is not a finite number,
+or its workers no longer hold the same weights."""
 
 from __future__ import annotations
 
 import math
+import platform
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from megabatch.errors import RunFailed
 from megabatch.runs import checkpoint
 from megabatch.runs.folder import RunFolder
 from megabatch.sync.control import StepNumbers
+from megabatch.sync.replicas import Comparison
 
 
 def diagnosis(
@@ -44,6 +47,7 @@ def diagnosis(
         "micro_batches_with_bad_loss": positions,
         "weight_norms": norms,
     }
+    folder.wait()
     folder.write("diagnosis.json", record)
     cluster.barrier()  # the first worker to fail ends the others: not before it is written
     largest = sorted(norms, key=lambda name: -norms[name])[:3]
@@ -59,3 +63,26 @@ def diagnosis(
         + (f"last good checkpoint: {saved}; " if saved else "")
         + "lower the rate, lengthen the warm-up or check those images"
     )
+
+
+def divergence(comparison: Comparison, folder: RunFolder, cluster: Cluster) -> RunFailed:
+    """The error to raise; every worker calls it. What was saved had been compared before."""
+    folder.wait()
+    hosts, differing = cluster.gather(platform.node()), comparison.differing()
+    named = _listed([f"rank {rank} ({hosts[rank]})" for rank in differing])
+    hold = "holds" if len(differing) == 1 else "hold"
+    what = f"no longer {hold} the weights of the others"
+    if len(differing) == cluster.world:
+        what = "no longer hold the same weights, and no majority does"
+    saved = checkpoint.newest(folder.path / "checkpoints") if folder.path else None
+    return RunFailed(
+        f"after step {comparison.step} {named} {what}: a broken chip or memory, or machines that "
+        f"do not compute alike; "
+        + (f"the last checkpoint that agreed is {saved} (--resume); " if saved else "")
+        + "--compare-every 0 compares no more"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    shown = names if len(names) <= 8 else [*names[:7], f"{len(names) - 7} more"]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if shown[1:] else shown)

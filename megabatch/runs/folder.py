@@ -1,16 +1,18 @@
 """The folder of a run: config.json, environment.json, metrics.jsonl, checkpoints, summary.json.
 
 Without a folder nothing is written. All workers read it; only the first writes, and it holds the
-folder's lock while it does.
+folder's lock while it does. Checkpoints are written beside the run, one at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import platform
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from io import FileIO
 from pathlib import Path
@@ -25,9 +27,11 @@ from megabatch.errors import RunFailed, UserError
 from megabatch.noise import NoiseScale, following_batch
 from megabatch.runs import checkpoint
 from megabatch.runs.alive import mark
-from megabatch.runs.checkpoint import Saved
+from megabatch.runs.background import Background
+from megabatch.runs.checkpoint import Saved, Snapshot
 from megabatch.runs.loggers import drop_after, environment
 from megabatch.sync.control import StepNumbers
+from megabatch.sync.replicas import Comparison
 
 
 @dataclass
@@ -107,6 +111,7 @@ class RunFolder:
         self.path, self._config, self._cluster = path, config, cluster
         self._writes = path is not None and cluster.first
         self._lock: FileIO | None = None
+        self._background = Background()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -117,8 +122,11 @@ class RunFolder:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        if self._lock is not None:
-            self._lock.close()
+        try:
+            self._background.close()
+        finally:
+            if self._lock is not None:
+                self._lock.close()
         # Only writing fails of these.
         full = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
         if self._writes and isinstance(error, OSError) and error.errno in full:
@@ -194,23 +202,56 @@ class RunFolder:
                 f"another --out"
             )
 
-    def save(self, state: State, saved: Saved, seconds: float) -> None:
-        """Write a checkpoint; `seconds` is how long the run has taken so far."""
+    def save(
+        self,
+        state: State,
+        saved: Saved,
+        seconds: float,
+        pending: Callable[[], list[Any]] = list,
+        comparison: Comparison | None = None,
+    ) -> None:
+        """Begin to write a checkpoint of what is held now, when the one before is there.
+
+        `seconds` is how long the run has taken so far, `pending` tells the numbers of the last step
+        that are still on their way. Where workers differ by the `comparison` nothing is written:
+        the run ends of it.
+        """
         state.seconds = seconds
-        if self._writes:
-            assert self.path is not None
-            try:
-                checkpoint.save(self.path / "checkpoints", saved, asdict(state), self._config.keep)
-            except OSError as error:
-                raise self._cannot(error) from error
+        if not self._writes:
+            return
+        assert self.path is not None
+        place, keep = self.path / "checkpoints", self._config.keep
+        snapshot, record = Snapshot(saved), asdict(state)
+
+        def write() -> None:
+            if comparison is None or not comparison.differing():
+                checkpoint.write_snapshot(place, snapshot, {**record, "pending": pending()}, keep)
+
+        with self._in_words():
+            self._background.begin(write)
+
+    def check(self) -> None:
+        """Raise what went wrong with the last checkpoint, if that is known already."""
+        with self._in_words():
+            self._background.check()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is on the disk."""
+        with self._in_words():
+            self._background.wait()
 
     def write(self, name: str, record: dict[str, Any] | list[str]) -> None:
         if self._writes:
             assert self.path is not None
-            try:
+            with self._in_words():
                 _write_json(self.path / name, record)
-            except OSError as error:
-                raise self._cannot(error) from error
+
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._cannot(error) from error
 
     def _cannot(self, error: OSError) -> RunFailed:
         assert self.path is not None
