@@ -172,6 +172,8 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
             plan=None if config.plan == "backend" else config.plan,
             wire=config.wire,
             thresholds=config.hybrid.thresholds,
+            silent_seconds=config.patience or None,
+            late_seconds=10 * config.patience,
         )
         failing.pop_all()
     return Parts(

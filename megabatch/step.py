@@ -9,6 +9,7 @@ later.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ from megabatch.sync.arriving import Arriving
 from megabatch.sync.control import COUNTS, Control, StepNumbers, counts, without_stop
 from megabatch.sync.summation import TreeSum
 from megabatch.tree import deal
+
+_UNWATCHED: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -144,10 +147,12 @@ def score(
     images: int,
     config: Config,
     cluster: Cluster,
+    waiting: AbstractContextManager[None] = _UNWATCHED,
 ) -> dict[str, float]:
     """Top-1, top-5 and loss over so many images, each counted once on whichever worker has it.
 
-    `micro_batches` are the images and labels dealt to this worker, by the tree's dealing.
+    `micro_batches` are the images and labels dealt to this worker, by the tree's dealing. It waits
+    for the others inside `waiting`.
     """
     net.eval()
     # Each micro-batch is a leaf of the tree: the loss too is the same on any number of workers.
@@ -159,6 +164,7 @@ def score(
         with autocast(config, cluster.device):
             logits = logits_of(net(inputs), labels).to(like)
         total.push(counts(logits, labels, cross_entropy(logits, labels, reduction="sum")))
-    loss, top1, top5 = total.all_reduce(cluster, by_tree=True).tolist()
+    with waiting:
+        loss, top1, top5 = total.all_reduce(cluster, by_tree=True).tolist()
     found = {"top1": top1, "top5": top5, "loss": loss}
     return {name: value / images for name, value in found.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +34,7 @@ from megabatch.runs.diagnosis import diagnosis, divergence
 from megabatch.runs.folder import RunFolder, State
 from megabatch.runs.loggers import Log
 from megabatch.runs.progress import counted, counting, say, to_people
-from megabatch.runs.verdict import Clock, Facts, idle_workers
+from megabatch.runs.verdict import Clock, Effort, Facts, idle_workers
 from megabatch.step import DelayedNumbers, score, train_step
 from megabatch.stopping import stop_requests
 from megabatch.sync.control import StepNumbers
@@ -118,7 +119,7 @@ def train(
         notes = (*train_set.notes, *filter(None, [parts.run.how]))
         _say_first(log, config, cluster, notes, state, images)
         delayed, clock = DelayedNumbers(state.pending), Clock(state.seconds)
-        replicas = Replicas(cluster, config.compare_every)
+        replicas = Replicas(cluster, config.compare_every, parts.engine.blocked)
         first_seen, ended = state.seen, "finished"
 
         while state.seen < total and ended == "finished":
@@ -136,7 +137,8 @@ def train(
             epoch, last = state.seen / images, state.seen >= total
 
             # What the host learns, a step later.
-            numbers = delayed.put(step, result)
+            with parts.engine.blocked("waiting for the device"):
+                numbers = delayed.put(step, result)
             if numbers is not None:
                 state.learn(numbers, config)
                 log.step(numbers, state.noise.scale)
@@ -158,7 +160,8 @@ def train(
                 with parts.average.in_place():
                     held_out = loader.validation_images
                     watched = log.evaluating(loader.validation(), held_out, cluster.world)
-                    state.evaluated(score(net, watched, held_out, config, cluster))
+                    waiting = parts.engine.blocked("the end of an evaluation")
+                    state.evaluated(score(net, watched, held_out, config, cluster, waiting))
                 log.evaluation(state.steps, state.seen, epoch, state.evaluation)
                 log.layers(step.index, state.seen, parts.layers(), config.ratio_band)
                 target = config.target_accuracy
@@ -171,7 +174,11 @@ def train(
             if _due(step.epoch, epoch, 1.0):
                 clock.waited_for_others(parts.engine.exposed_seconds())
                 waits = clock.lap(loader.waited_seconds, loader.busy_seconds, loader.core_seconds)
-                log.verdict(state.steps, state.seen, waits, facts)
+                own = waits.seconds - waits.communication
+                effort = Effort(platform.node(), own, parts.engine.micro_batches())
+                with parts.engine.blocked("the others' effort"):
+                    efforts = cluster.gather(effort)
+                log.verdict(state.steps, state.seen, waits, facts, efforts)
 
         log.whole()
         seconds, training_seconds = clock.seconds, clock.training_seconds
@@ -186,7 +193,8 @@ def train(
             if _hopeless(numbers, state, config):
                 raise diagnosis(numbers, delayed.losses, net, folder, cluster)
         folder.wait()
-        cluster.barrier()
+        with parts.engine.blocked("the end of the run"):
+            cluster.barrier()
         images_per_second = (state.seen - first_seen) / max(training_seconds, 1e-9)
         summary = Summary(
             **state.evaluation,

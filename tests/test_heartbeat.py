@@ -7,19 +7,27 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
+from test_train import CONFIG
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.cluster import Cluster
+from megabatch.errors import RunFailed
+from megabatch.launch import run_local
 from megabatch.sync.ddp import GradSync
 from megabatch.sync.heartbeat import Progress
 from megabatch.sync.meeting import Disagreement, Meeting
 from megabatch.sync.segment import Segment
+from megabatch.training import train
 
 SILENT, LATE, WORLD, STEPS = 1.6, 6.0, 3, 4
 
@@ -137,3 +145,93 @@ def test_progress_compares_by_how_far_a_run_is():
     assert Progress(1, 3, 90, "all_gather on x") < Progress(2, 0, 5, "computing") < later
     assert Progress(2, 1, 3, "reduce_scatter on x") < later
     assert str(later) == "step 2, bucket 1, all_reduce on y"
+
+
+# --- a run of the trainer -----------------------------------------------------------------------
+
+
+class Stopping(nn.Sequential):
+    """A net that stops its process on one rank, in the pass with that number (0: the first that
+    does not train)."""
+
+    def __init__(self, rank, at):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        self.rank, self.at, self.passes = rank, at, 0
+
+    def forward(self, images):
+        self.passes += 1
+        reached = self.passes == self.at if self.training else self.at == 0
+        if os.environ["RANK"] == str(self.rank) and reached:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().forward(images)
+
+
+PATIENCE = 3.0
+RUN = replace(CONFIG, batch=48, stages=(), epochs=0.5, patience=PATIENCE)
+PATHS = {
+    "backend": ({"plan": "backend"}, r"backend: all_reduce"),
+    "tree": ({"deterministic": True}, r"tree: all_(to_all|gather)"),
+    "planned": ({"plan": "torus:ring"}, r"\w+ on [xy]+"),
+}
+
+
+def stopping(config, rank, at):
+    train(config, Stopping(rank, at), quiet=True)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_run_names_the_rank_that_stops_with_step_bucket_and_phase(path):
+    changes, phase = PATHS[path]
+    began = time.monotonic()
+    with pytest.raises(RunFailed) as failed:
+        run_local(3, stopping, replace(RUN, **changes), 1, 5)
+    assert re.match(
+        rf"rank 1 has been silent for 3 s \(dead or stopped\), last at step \d, bucket \d, .*; "
+        rf"rank [02] was at step 5, bucket \d, {phase}",
+        str(failed.value),
+    ), str(failed.value)
+    assert time.monotonic() - began < 60  # of which the patience is 6, twice as long at most
+
+
+WORKER = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from dataclasses import replace
+from test_heartbeat import RUN, Stopping
+from megabatch.training import train
+train(replace(RUN, eval_every=0.2), Stopping(1, 0), quiet=True)
+"""
+
+
+def test_a_rank_that_stops_in_an_evaluation_is_named_before_the_others_end(tmp_path):
+    """Nothing can call back who waits in a collective of the backend: the process ends, by itself
+    and in words."""
+    environ = {
+        **os.environ,
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "3",
+        "MEGABATCH_STORE": str(tmp_path / "store"),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER],
+            env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        for rank in (0, 2):
+            _, said = processes[rank].communicate(timeout=200)
+            assert processes[rank].returncode == 1, said
+            assert re.search(
+                r"rank 1 has been silent for 3 s \(dead or stopped\), last at step \d.*; rank "
+                rf"{rank} was at step \d, bucket \d, the end of an evaluation",
+                said,
+            ), said
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

@@ -1,18 +1,33 @@
 """The verdict: right on injected delays, which a loader measures; advice follows from facts."""
 
+import json
+import os
 import threading
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+from test_train import CONFIG
+from torch import nn
 
 from megabatch.batch import steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.loader import Loader
 from megabatch.data.source import Memory
-from megabatch.runs.verdict import Clock, Facts, Verdicts, Waits, idle_workers, verdict
+from megabatch.launch import run_local
+from megabatch.runs.verdict import (
+    Clock,
+    Effort,
+    Facts,
+    Verdicts,
+    Waits,
+    idle_workers,
+    straggler,
+    verdict,
+)
+from megabatch.training import train
 
 FACTS = Facts(threads=4, cores=8, size=224)
 
@@ -253,3 +268,66 @@ def test_threads_end_with_the_loader():
     source = Asked(0.001)
     measured(source, lambda _: source.allowed.release(), 2)
     assert threading.active_count() == before
+
+
+def efforts(*seconds, micro_batches=12):
+    return [Effort(f"host{rank}", one, micro_batches) for rank, one in enumerate(seconds)]
+
+
+def test_a_rank_a_fifth_slower_than_the_rest_is_named_with_its_host():
+    found = straggler(efforts(10.0, 10.2, 12.1, 9.9))
+    assert (found.rank, found.host, round(found.slower, 2)) == (2, "host2", 0.21)
+    assert straggler(efforts(10.0, 10.2, 11.0, 9.9)) is None
+    assert straggler(efforts(10.0)) is None
+    assert straggler(efforts(10.0, 12.5)).rank == 1
+
+
+def test_who_was_dealt_more_is_no_straggler():
+    uneven = [*efforts(10.0, 10.0), *efforts(20.0, 20.0, micro_batches=24)]
+    assert straggler(uneven) is None
+    idle = Effort("host4", 0.1, 0)
+    assert straggler([*uneven, idle, idle]) is None
+
+
+def test_a_straggler_is_said_once_and_not_on_a_crowded_machine():
+    waits = Waits(12.0, 0.0, 2.0)
+    slow, cluster = efforts(10.0, 12.0, 10.0), replace(FACTS, world=3)
+    verdicts = Verdicts()
+    heard = [verdicts.hear(waits, cluster, slow) for _ in range(6)]
+    assert heard == [None, STRAGGLER, None, None, None, None]
+    crowded = replace(cluster, over_loopback=True, cores_here=2)
+    verdicts = Verdicts()
+    assert "slower than the rest" not in str(
+        [verdicts.hear(waits, crowded, slow) for _ in range(6)]
+    )
+
+
+STRAGGLER = (
+    "rank 1 (host1) is 20 % slower than the rest, who wait for it: look at its clock rate, "
+    "cooling, storage and what else runs there"
+)
+
+
+class Slow(nn.Sequential):
+    """A net that takes its time, on one rank a fifth more."""
+
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+
+    def forward(self, images):
+        if self.training:
+            time.sleep(0.24 if os.environ["RANK"] == "1" else 0.2)
+        return super().forward(images)
+
+
+def slow_run(out):
+    config = replace(CONFIG, batch=240, micro=80, stages=(), epochs=2, deterministic=True)
+    train(config, Slow(), out=out, quiet=True)
+
+
+def test_a_real_slow_rank_shows_in_the_records_of_the_run(tmp_path):
+    run_local(3, slow_run, tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    waits = [record for record in map(json.loads, lines) if record["kind"] == "waits"]
+    assert [record["slow_rank"] for record in waits] == [1, 1]
+    assert all(0.15 <= record["slower"] <= 0.3 for record in waits)

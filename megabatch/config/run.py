@@ -101,6 +101,9 @@ class Config:
     compare_every: int = setting(100, least=0, most=1e9, may_change=True)
     """steps between comparisons of the workers' weights, bit for bit; they are compared before each
     checkpoint too (0: never)"""
+    patience: float = setting(60.0, least=0, most=86_400, may_change=True)
+    """seconds that a worker may be silent, dead or stopped, before the others name it and end; one
+    that lives may let them wait ten times as long (0: they wait for ever)"""
     target_accuracy: float | None = setting(
         None, above=0, most=1, may_change=True, hint="give a share, 0.97 say"
     )

@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,7 +35,7 @@ from megabatch.runs.progress import (
     say,
     to_people,
 )
-from megabatch.runs.verdict import Facts, Verdicts, Waits
+from megabatch.runs.verdict import Effort, Facts, Verdicts, Waits, straggler
 from megabatch.sync.control import StepNumbers
 from megabatch.version import __version__
 
@@ -142,10 +142,15 @@ class Log:
         )
         self._last = time.monotonic()
 
-    def verdict(self, step: int, seen: int, waits: Waits, facts: Facts) -> None:
-        """What the epoch waited for; said only where that is news."""
-        self._write("waits", {"step": step, "seen": seen, **asdict(waits)})
-        words = self._verdicts.hear(waits, facts)
+    def verdict(
+        self, step: int, seen: int, waits: Waits, facts: Facts, efforts: Sequence[Effort] = ()
+    ) -> None:
+        """What the epoch waited for; said only where that is news. `efforts`: all workers', by
+        rank."""
+        slow = straggler(efforts)
+        named = {} if slow is None else {"slow_rank": slow.rank, "slower": slow.slower}
+        self._write("waits", {"step": step, "seen": seen, **asdict(waits), **named})
+        words = self._verdicts.hear(waits, facts, efforts)
         if words is not None:
             self.say(words)
 

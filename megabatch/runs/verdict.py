@@ -9,8 +9,9 @@ Time in which the training loop waited neither for images nor for other workers 
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +27,8 @@ _SPARE = 1.1
 """threads for a tenth more than was needed on average: images differ"""
 _IN_THE_WAY = 0.5
 """threads that read for this share of the time hold up the loop, which shares their interpreter"""
+_SLOWER = 0.15
+"""a worker that takes this share of time more than the others is named"""
 _ON_CORES = 0.5
 """readers that spent less than this share of their work on a core, or waiting for one, were waiting
 for storage"""
@@ -81,6 +84,53 @@ class Facts:
     deterministic: bool = False
     readers: str = "processes"
     """who decodes the images: processes, threads or nobody"""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What one worker did of an epoch, and in what time."""
+
+    host: str
+    seconds: float
+    """without those it waited for others"""
+    micro_batches: int
+
+    def __add__(self, other: Effort) -> Effort:
+        micro_batches = self.micro_batches + other.micro_batches
+        return Effort(self.host, self.seconds + other.seconds, micro_batches)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The worker that the others wait for."""
+
+    rank: int
+    host: str
+    slower: float
+    """than the others: 0.2 is a fifth more time for the same work"""
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} ({self.host}) is {_percent(self.slower)} slower than the rest, who "
+            f"wait for it: look at its clock rate, cooling, storage and what else runs there"
+        )
+
+
+def straggler(efforts: Sequence[Effort]) -> Straggler | None:
+    """The slowest of all workers, by rank, if it is notably slower than those that had as much to
+    do."""
+    found: Straggler | None = None
+    for rank, effort in enumerate(efforts):
+        others = [
+            other.seconds
+            for place, other in enumerate(efforts)
+            if place != rank and other.micro_batches == effort.micro_batches
+        ]
+        if others and effort.micro_batches:
+            slower = effort.seconds / max(statistics.median(others), 1e-9) - 1
+            if slower >= (_SLOWER if found is None else found.slower):
+                found = Straggler(rank, effort.host, slower)
+    return found
 
 
 Bound = Literal["input", "communication", "compute"]
@@ -172,15 +222,25 @@ class Verdicts:
     def __init__(self) -> None:
         self._bound: Bound = "compute"
         self._advised: set[Bound] = set()
+        self._named: set[int] = set()
+        self._efforts: list[Effort] = []
         self._lately = self._ever = Waits(0.0, 0.0, 0.0, on_cores=0.0)
 
-    def hear(self, waits: Waits, facts: Facts) -> str | None:
-        """A line, or nothing to say."""
+    def hear(self, waits: Waits, facts: Facts, efforts: Sequence[Effort] = ()) -> str | None:
+        """A line, or nothing to say; `efforts` are those of all workers, by rank."""
         self._ever, self._lately = self._ever + waits, self._lately + waits
+        self._efforts = [
+            one + before
+            for one, before in zip(efforts, self._efforts or _idle(efforts), strict=True)
+        ]
         if self._lately.seconds < _ENOUGH_SECONDS:
             return None
+        slow = straggler(self._efforts)
         found = verdict(self._lately, facts, self._bound)
-        self._lately = Waits(0.0, 0.0, 0.0, on_cores=0.0)
+        self._lately, self._efforts = Waits(0.0, 0.0, 0.0, on_cores=0.0), []
+        crowded = facts.over_loopback and facts.world > facts.cores_here
+        if slow is not None and not crowded:
+            return self._name(slow)
         fresh = found.advice != "" and found.bound not in self._advised
         if found.bound == self._bound and not fresh:
             return None
@@ -188,6 +248,13 @@ class Verdicts:
         if fresh:
             self._advised.add(found.bound)
         return str(found) if fresh else found.measured
+
+    def _name(self, slow: Straggler) -> str | None:
+        """Once: what else is waited for is of no account while all wait for one."""
+        if slow.rank in self._named:
+            return None
+        self._named.add(slow.rank)
+        return str(slow)
 
     def summary(self) -> str | None:
         """Where the time of the run went; nothing where hardly any of it was waited for."""
@@ -200,6 +267,10 @@ class Verdicts:
         if total < _SUMMARY_SECONDS or not parts:
             return None
         return f"of {total:.0f} s of training the first worker waited {', '.join(parts)}"
+
+
+def _idle(efforts: Sequence[Effort]) -> list[Effort]:
+    return [Effort(effort.host, 0.0, 0) for effort in efforts]
 
 
 def _percent(share: float) -> str:

@@ -7,6 +7,7 @@ in the same order on all of them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Mapping
 
@@ -18,7 +19,7 @@ from megabatch.sync import control
 from megabatch.sync.choice import HYBRID
 from megabatch.sync.control import Control
 from megabatch.sync.senders import Exposed, Lane, Planned
-from megabatch.sync.summation import TreeSum
+from megabatch.sync.summation import OnPhase, TreeSum, untold
 from megabatch.tree import Node, deal
 
 
@@ -84,7 +85,8 @@ class GradientSum:
     After finish() the .grad of every trainable parameter (of its master, where it has one) is the
     sum over the global batch, on every worker, until the next begin(). The control vector rides
     behind the last bucket. It holds hooks on the parameters until close(), which gives them back
-    without gradients.
+    without gradients. A worker that dies or stops is named as heartbeat.py says, after
+    `silent_seconds` (None: never).
     """
 
     def __init__(
@@ -99,6 +101,8 @@ class GradientSum:
         plan: str | None = None,
         wire: str = "fp32",
         thresholds: Iterable[tuple[int | None, str]] = HYBRID,
+        silent_seconds: float | None = 60,
+        late_seconds: float = 600,
     ) -> None:
         parameters = [p for p in module.parameters() if p.requires_grad]
         double = any(p.dtype == torch.float64 for p in parameters)
@@ -110,13 +114,22 @@ class GradientSum:
         self._control = TreeSum(control.length(statistics), like)
         self._sums: dict[TreeSum, Tensor] = {}
         self._exposed = Exposed(cluster.device)
+        self._taken = 0
         self._lane: Lane | None = None
         self._planned: Planned | None = None
         if cluster.world > 1 and plan is not None and not tree:
             sizes = [bucket.tree.length for bucket in self._buckets]
-            self._planned = Planned(cluster, plan, wire, sizes, thresholds=thresholds)
+            self._planned = Planned(
+                cluster,
+                plan,
+                wire,
+                sizes,
+                thresholds=thresholds,
+                silent_seconds=silent_seconds,
+                late_seconds=late_seconds,
+            )
         elif cluster.world > 1:
-            self._lane = Lane(cluster.device)
+            self._lane = Lane(cluster, silent_seconds, late_seconds)
         self._hooks = [
             p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
             for bucket in self._buckets
@@ -157,6 +170,7 @@ class GradientSum:
     def backward(self, loss: Tensor, counts: Tensor, statistics: Tensor | None = None) -> None:
         """One micro-batch: its gradients, and its part of the control vector."""
         self._passes += 1
+        self._taken += 1
         self._squares = loss.new_zeros((), dtype=counts.dtype)
         loss.backward()
         self._end_pass(counts, statistics)
@@ -170,6 +184,7 @@ class GradientSum:
         """The same for a micro-batch whose gradients are there already: of a captured pass, which
         may write over them when this has returned."""
         self._passes += 1
+        self._taken += 1
         self._squares = counts.new_zeros(())
         for p, gradient in gradients.items():
             p.grad = gradient
@@ -212,9 +227,21 @@ class GradientSum:
                 self._sums[bucket.tree].mul_(factor)
             self._sums[bucket.tree].masked_fill_(~good, 0.0)
 
+    def blocked(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """While this lasts the host waits for other workers outside a sum: the heartbeat watches,
+        and ends the process should they never come."""
+        sender = self._planned or self._lane
+        watch = sender.heartbeat if sender is not None else None
+        return contextlib.nullcontext() if watch is None else watch.blocked(phase)
+
     def exposed_seconds(self) -> float:
         """How long finish() has waited for other workers since the last call."""
         return self._exposed.seconds()
+
+    def micro_batches(self) -> int:
+        """How many this worker has computed since the last call."""
+        taken, self._taken = self._taken, 0
+        return taken
 
     def squared_norm(self) -> Tensor:
         """Of the whole gradient, after finish()."""
@@ -242,10 +269,10 @@ class GradientSum:
             self._planned.send(total, self._left, is_control=own is not None)
             return
 
-        def work() -> None:
-            self._sums[tree] = tree.all_reduce(self._cluster, self._by_tree, own)
+        def work(on_phase: OnPhase) -> None:
+            self._sums[tree] = tree.all_reduce(self._cluster, self._by_tree, own, on_phase)
 
         if self._lane is None:
-            work()
+            work(untold)
         else:
-            self._lane.send(work)
+            self._lane.send(work, self._left)

@@ -12,16 +12,20 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 from megabatch.cluster import Cluster
+from megabatch.errors import RunFailed
 from megabatch.sync.lanes import Closed, Reduction
 
 _PATIENCE_SECONDS = 1.0
+_LEAVING_SECONDS = 10.0
 _CLOSED = "closed"
 
 
-class Stalled(RuntimeError):
+class Stalled(RunFailed):
     """A sum over the workers will not come; the message names the rank furthest behind."""
 
 
@@ -44,8 +48,9 @@ class Heartbeat:
     A rank whose pulse stands still for `silent_seconds` is dead or stopped; one that lives but lets
     the others wait for `late_seconds` is stuck. Either ends all ranks: the sums that wait for it
     raise Stalled within twice silent_seconds (or late_seconds, and an eighth of silent_seconds),
-    and a process that is not over silent_seconds later is ended by force, with status 1. `store`
-    holds keys of this heartbeat alone.
+    and a process that is not over silent_seconds later, or ten seconds, is ended by force, with
+    status 1; at once where it waits in the backend itself, as it does on a GPU. `store` holds keys
+    of this heartbeat alone.
     """
 
     def __init__(
@@ -59,10 +64,12 @@ class Heartbeat:
         self._silent, self._late = silent_seconds, late_seconds
         # A connection of its own: another thread may be waiting in the shared one.
         self._store = store.clone()
+        self._store.set_timeout(timedelta(seconds=max(silent_seconds, 1)))
         self._interval = silent_seconds / 8
         self._progress = Progress(0, 0, 0, "starting")
         self._count = 0
         self._waiting: dict[Reduction, float] = {}
+        self._blocked: float | None = None
         self._suspect: BaseException | None = None
         self._suspected_at = 0.0
         self._heard: dict[int, tuple[int, float]] = {}
@@ -90,6 +97,17 @@ class Heartbeat:
         reduction.then(lambda error: self._forget(reduction))
         if self._over is not None:
             reduction.end(self._over)
+
+    @contextlib.contextmanager
+    def blocked(self, phase: str) -> Iterator[None]:
+        """Watch over the training thread while it waits for others where nothing can call it back:
+        in a collective of the backend, or for a GPU whose stream waits in one."""
+        self.at(self._progress.bucket, phase)
+        self._blocked = time.monotonic()
+        try:
+            yield
+        finally:
+            self._blocked = None
 
     def failed(self, reduction: Reduction, error: BaseException) -> None:
         """A lane saw an error; the sum ends when it is known whose fault it is."""
@@ -136,8 +154,8 @@ class Heartbeat:
                 self._pulse()
                 verdict = self._verdict()
             except Exception as error:  # the store is gone, and with it the rank that holds it
-                if not self._waiting:
-                    return
+                if self._since() is None:
+                    continue
                 verdict = f"the ranks can no longer meet: the store does not answer ({error})"
             if verdict is not None:
                 self._end(f"{verdict}; rank {self._rank} was at {self._progress}")
@@ -152,8 +170,7 @@ class Heartbeat:
         """Who is to blame, once it is certain; only a rank that has waited for long asks."""
         if self._store.check(["verdict"]):
             return str(self._store.get("verdict").decode())
-        with self._lock:
-            since = min(self._waiting.values(), default=None)
+        since = self._since()
         if since is None:
             return None
         waited = time.monotonic() - since
@@ -179,6 +196,13 @@ class Heartbeat:
         because = f"; the first error seen was: {self._suspect}" if self._suspect else ""
         return self.accuse(f"rank {behind} {says}, last at {progress[behind]}{because}")
 
+    def _since(self) -> float | None:
+        """When this rank began to wait for what it waits for longest."""
+        with self._lock:
+            since = [*self._waiting.values()]
+        blocked = self._blocked
+        return min(since if blocked is None else [*since, blocked], default=None)
+
     def _listen(self) -> tuple[list[int], dict[int, Progress]]:
         """The ranks whose pulse stands still, and where each rank is."""
         others = [rank for rank in range(self._world) if rank != self._rank]
@@ -201,7 +225,8 @@ class Heartbeat:
         print(f"megabatch: rank {self._rank} stops: {message}", file=sys.stderr, flush=True)
         self._end_all(self._over)
         # Lanes may wait in the backend for ever, and so may the interpreter when it ends.
-        time.sleep(self._silent)
+        if self._blocked is None:
+            time.sleep(max(self._silent, _LEAVING_SECONDS))
         os._exit(1)
 
     def _end_all(self, error: BaseException) -> None:

@@ -57,6 +57,10 @@ class Reduction:
         for event in self.events:
             torch.cuda.current_stream().wait_event(event)
 
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
     def then(self, call: Callable[[BaseException | None], None]) -> None:
         """Call with the error, or None, at the end; from whichever thread ends it."""
         with self._lock:
@@ -115,7 +119,8 @@ class ThreadLane:
         self._closed = True
         atexit.unregister(self.close)
         self._work.put(None)
-        self._thread.join(_PATIENCE_SECONDS)
+        given_up = self._current is not None and self._current.done
+        self._thread.join(0 if given_up else _PATIENCE_SECONDS)
         if self._thread.is_alive():
             self._failure = Closed("closed before this sum was there")
             if (current := self._current) is not None:

@@ -8,7 +8,9 @@ and gathered on the device, and the host reads it when it is there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch import Tensor
 from megabatch.cluster import Cluster
 from megabatch.sync.arriving import Arriving
 from megabatch.sync.segment import all_gather
+
+Waiting = Callable[[str], AbstractContextManager[Any]]
 
 _WORD = 8
 """bytes summed at once: on a CPU forty times as fast as four"""
@@ -38,8 +42,9 @@ class Comparison:
 class Replicas:
     """Comparisons of the workers' state: each is read by read() when the next step is under way."""
 
-    def __init__(self, cluster: Cluster, every: int) -> None:
-        """`every` so many steps; 0: never."""
+    def __init__(self, cluster: Cluster, every: int, waiting: Waiting = nullcontext) -> None:
+        """`every` so many steps; 0: never. It waits for the others inside waiting(what for)."""
+        self._waiting = waiting
         self._cluster, self._every = cluster, every if cluster.world > 1 else 0
         self._asked: list[Comparison] = []
 
@@ -52,7 +57,8 @@ class Replicas:
             return None
         mine = checksum(tensors, self._cluster.device)[None]
         gathered = mine.new_empty(self._cluster.world)
-        all_gather(gathered, mine, group=self._cluster.group)
+        with self._waiting("the others' checksums"):
+            all_gather(gathered, mine, group=self._cluster.group)
         self._asked.append(Comparison(step, gathered))
         return self._asked[-1]
 

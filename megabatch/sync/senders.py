@@ -5,6 +5,7 @@ hide."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from megabatch.sync.execute import LANES, SEGMENT_BYTES, WIRES, Pipeline
 from megabatch.sync.heartbeat import Heartbeat
 from megabatch.sync.lanes import Reduction
 from megabatch.sync.meeting import Disagreement, Meeting
+from megabatch.sync.summation import OnPhase, untold
 
 
 class Exposed:
@@ -59,34 +61,70 @@ class Exposed:
 
 
 class Lane:
-    """Where sums over workers run beside backward: a thread on CPU, a stream on CUDA; in order."""
+    """Where the backend's own sums over workers run beside backward, under a heartbeat: a thread on
+    CPU, a stream on CUDA; in order.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    Every worker makes it, in the same order as its others. `silent_seconds` None: no heartbeat.
+    """
+
+    def __init__(
+        self, cluster: Cluster, silent_seconds: float | None = 60, late_seconds: float = 600
+    ) -> None:
+        cuda = cluster.device.type == "cuda"
+        self._stream = torch.cuda.Stream(cluster.device) if cuda else None
         self._thread = None if self._stream else ThreadPoolExecutor(1, "lane")
-        self._sent: list[Future[None]] = []
+        self._sent: list[Reduction] = []
+        self._at_work: list[Future[None]] = []
+        self._steps = 0
+        self.heartbeat: Heartbeat | None = None
+        if silent_seconds is not None:
+            keys = Meeting(cluster, "a lane of the backend", late_seconds).keys("heartbeat")
+            self.heartbeat = Heartbeat(cluster, keys, silent_seconds, late_seconds)
 
-    def send(self, work: Callable[[], None]) -> None:
-        if self._thread is not None:
-            self._sent.append(self._thread.submit(work))
-        else:
-            assert self._stream is not None
+    def send(self, work: Callable[[OnPhase], None], bucket: int) -> None:
+        """Work that tells what it is about to do; bucket 0 comes first in each step."""
+        watch = self.heartbeat
+        if bucket == 0:
+            self._steps += 1
+            if watch:
+                watch.step(self._steps)
+        on_phase: OnPhase = functools.partial(watch.at, bucket) if watch else untold
+        if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                work()
+                work(on_phase)
+            return
+        assert self._thread is not None
+        reduction = Reduction(1)
+        if watch:
+            watch.expect(reduction)
+        self._sent.append(reduction)
+        self._at_work.append(self._thread.submit(_do, work, on_phase, reduction))
 
     def wait(self) -> None:
         """Until all that was sent is done (on CUDA: the present stream waits, not the host)."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        for sent in self._sent:
-            sent.result()
-        self._sent = []
+        for reduction in self._sent:
+            reduction.wait()
+        self._sent, self._at_work = [], []
 
     def close(self) -> None:
         """End the thread; one that waits for a worker that failed is left to the process's end."""
+        if self.heartbeat is not None:
+            self.heartbeat.close()
         if self._thread is not None:
-            self._thread.shutdown(all(sent.done() for sent in self._sent), cancel_futures=True)
+            over = all(work.done() for work in self._at_work)
+            self._thread.shutdown(over, cancel_futures=True)
+
+
+def _do(work: Callable[[OnPhase], None], on_phase: OnPhase, reduction: Reduction) -> None:
+    try:
+        work(on_phase)
+    except BaseException as error:
+        reduction.end(error)  # at once: who lost a connection need not ask who is silent
+    else:
+        reduction.one_done()
 
 
 class Planned:
@@ -130,12 +168,12 @@ class Planned:
         self._sent: list[Reduction] = []
         self.steps = 0  # begun: the first bucket of each was sent
         with contextlib.ExitStack() as ending:
-            self._heartbeat: Heartbeat | None = None
+            self.heartbeat: Heartbeat | None = None
             if silent_seconds is not None and cluster.world > 1:
                 keys = self._meeting.keys("heartbeat")
-                self._heartbeat = Heartbeat(cluster, keys, silent_seconds, late_seconds)
-                ending.callback(self._heartbeat.close)
-            watch = self._heartbeat
+                self.heartbeat = Heartbeat(cluster, keys, silent_seconds, late_seconds)
+                ending.callback(self.heartbeat.close)
+            watch = self.heartbeat
             self._pipeline = Pipeline(
                 cluster,
                 lanes,
@@ -164,8 +202,8 @@ class Planned:
         if bucket == 0:
             self._sent.clear()
             self.steps += 1
-            if self._heartbeat:
-                self._heartbeat.step(self.steps)
+            if self.heartbeat:
+                self.heartbeat.step(self.steps)
         # Counts and flags travel as they are, whatever the gradients do.
         wire = None if is_control else self._wire
         travels = wire or total.dtype
@@ -178,8 +216,8 @@ class Planned:
         reduction = self._pipeline.submit(
             plan, total, wire=wire, divide=divide, bucket=bucket, step=self.steps
         )
-        if self._heartbeat:
-            self._heartbeat.expect(reduction)
+        if self.heartbeat:
+            self.heartbeat.expect(reduction)
         self._sent.append(reduction)
         return reduction
 
@@ -202,6 +240,6 @@ class Planned:
         try:
             self._meeting.compare(next(self._keys), statement)
         except Disagreement as error:
-            if self._heartbeat:
-                self._heartbeat.accuse(str(error))
+            if self.heartbeat:
+                self.heartbeat.accuse(str(error))
             raise

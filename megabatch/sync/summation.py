@@ -4,6 +4,7 @@ workers, with the same bits."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,20 @@ from megabatch.cluster import Cluster
 from megabatch.sync.segment import all_gather
 from megabatch.tree import Node, deal, folds, largest_nodes, tree_sum
 
+OnPhase = Callable[[str], None]
+"""is told what is about to be done with a sum"""
+
+
+def untold(phase: str) -> None:
+    """Nobody watches."""
+
 
 def tree_all_reduce(
-    rows: Tensor, count: int, cluster: Cluster, own: Tensor | None = None
+    rows: Tensor,
+    count: int,
+    cluster: Cluster,
+    own: Tensor | None = None,
+    on_phase: OnPhase = untold,
 ) -> Tensor:
     """The sum of `count` micro-batches along the tree: the same bits for any number of workers.
 
@@ -35,6 +47,7 @@ def tree_all_reduce(
     nodes = [largest_nodes(count, interval) for interval in deal(count, world)]
     sizes = [len(held) + (own is not None) for held in nodes]
     incoming = rows.new_empty(sum(sizes), chunk)
+    on_phase("tree: all_to_all")
     dist.all_to_all_single(incoming, outgoing, sizes, [len(rows)] * world, group=cluster.group)
     parts: dict[Node, Tensor] = {}
     owns: list[Tensor] = []
@@ -45,6 +58,7 @@ def tree_all_reduce(
     for row in owns:
         total = total + row
     gathered = rows.new_empty(world * chunk)
+    on_phase("tree: all_gather")
     all_gather(gathered, total, group=cluster.group)
     return gathered[:length]
 
@@ -86,11 +100,18 @@ class TreeSum:
     def complete(self) -> bool:
         return self.pushed == len(self._folds)
 
-    def all_reduce(self, cluster: Cluster, by_tree: bool, own: Tensor | None = None) -> Tensor:
+    def all_reduce(
+        self,
+        cluster: Cluster,
+        by_tree: bool,
+        own: Tensor | None = None,
+        on_phase: OnPhase = untold,
+    ) -> Tensor:
         """The sum over all workers; it may share memory with this one's vectors until begin()."""
         if by_tree or cluster.world == 1:
-            return tree_all_reduce(self._rows(), self._count, cluster, own)
+            return tree_all_reduce(self._rows(), self._count, cluster, own, on_phase)
         total = self.local_sum(own)
+        on_phase("backend: all_reduce")
         dist.all_reduce(total, group=cluster.group)
         return total
 
