@@ -34,7 +34,7 @@ def run_local(
 ) -> Any:
     """Run function(*arguments) in `workers` processes on this machine that can join by from_env.
 
-    Returns what worker 0 returned. SIGTERM and SIGINT are passed on to the workers, once they can
+    Returns what worker 0 returned. SIGTERM and the like are passed on to the workers, once they can
     hear them; `stops`: the function takes them as requests to stop, those too that came before it
     was ready. When one fails the others are ended and its error is raised here: a UserError as
     such, anything else as WorkerFailed. Asked twice to stop, they are ended at once and

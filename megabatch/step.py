@@ -133,9 +133,12 @@ class DelayedNumbers:
         step, arriving, self.losses = self._waiting.pop(0)
         return StepNumbers.unpack(step, arriving.read())
 
-    def state(self) -> Callable[[], list[Any]]:
-        """What waits now, for a checkpoint, as soon as it is there: the resumed run learns it as
-        this one would have."""
+    def state(self) -> list[Any]:
+        """What waits, for a checkpoint: the resumed run learns it as this one would have."""
+        return self.state_later()()
+
+    def state_later(self) -> Callable[[], list[Any]]:
+        """The same as it is now, for who can wait until it is there."""
         waiting = tuple(self._waiting)
         return lambda: [(asdict(step), arriving.read()) for step, arriving, _ in waiting]
 

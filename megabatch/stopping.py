@@ -1,4 +1,4 @@
-"""Requests to stop a run: SIGTERM and Ctrl-C only raise a flag, from the moment a run is started.
+"""Requests to stop a run: SIGTERM, SIGUSR1 and Ctrl-C only raise a flag, from its first moment on.
 
 One that comes while the run is still being set up is kept until there is a run to stop. Asked
 again, a run ends at once, as KeyboardInterrupt.
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _kept: list[int] = []
 _TWICE_SECONDS = 0.5
 

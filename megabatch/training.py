@@ -169,7 +169,7 @@ def train(
                     ended = "target"
             if not last and ended == "finished" and _due(step.epoch, epoch, config.save_every):
                 compared = replicas.compare(state.steps, parts.replicated())
-                folder.save(state, parts, clock.seconds, delayed.state(), compared)
+                folder.save(state, parts, clock.seconds, delayed.state_later(), compared)
             clock.passed_over(time.perf_counter() - paused)
             if _due(step.epoch, epoch, 1.0):
                 clock.waited_for_others(parts.engine.exposed_seconds())
@@ -183,7 +183,7 @@ def train(
         log.whole()
         seconds, training_seconds = clock.seconds, clock.training_seconds
         compared = replicas.compare(state.steps, parts.replicated())
-        folder.save(state, parts, seconds, delayed.state(), compared)
+        folder.save(state, parts, seconds, delayed.state_later(), compared)
         if (found := replicas.read()) is not None:
             raise divergence(found, folder, cluster)
         numbers = delayed.take()

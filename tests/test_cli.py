@@ -138,7 +138,7 @@ def workers_of(pid):
 
 
 @pytest.mark.parametrize("target", ["command", "worker"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_leaves_a_checkpoint_and_the_rest_is_as_if_nothing_happened(
     tmp_path, target, number
 ):

@@ -147,7 +147,7 @@ def test_numbers_are_read_one_step_later_and_survive_a_checkpoint():
     assert delayed.put(steps[0], results[0]) is None
     first = delayed.put(steps[1], results[1])
     assert (first.step, first.loss, delayed.losses) == (steps[0], 0.0, results[0].losses)
-    resumed = DelayedNumbers(delayed.state()())
+    resumed = DelayedNumbers(delayed.state())
     second, again = delayed.put(steps[2], results[2]), resumed.put(steps[2], results[2])
     assert second.stop and not again.stop  # whoever resumes does not want to stop
     assert replace(second, stop=False) == again

@@ -26,6 +26,7 @@ from megabatch.data.shared import FromArea
 from megabatch.data.slots import Layout, map_slots
 from megabatch.data.source import Writer, for_tuning
 from megabatch.errors import UserError
+from megabatch.stopping import SIGNALS
 
 _MOST_WORDS = 2000  # a reply is written in one go, which a pipe does up to 4096 bytes
 _NICE = 5  # the loop that launches kernels goes first
@@ -35,7 +36,7 @@ def main(task: dict[str, Any]) -> None:
     requests, replies, file = task["files"]
     try:
         # The run decides when it ends: it finishes its step first, and needs images for that.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         torch.set_num_threads(1)
         config = Config.from_json(task["config"])
