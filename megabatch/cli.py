@@ -23,6 +23,7 @@ VERBS = {
     "watch": "follow a run that was started elsewhere",
     "export": "take the model with you: safetensors, torchvision, ONNX",
     "predict": "what a run's model sees in an image",
+    "chaos": "kill, stop and starve a real job: it must end as if nothing had happened",
     "doctor": "what works on this machine, what does not, and how to get it",
 }
 

@@ -38,7 +38,7 @@ LEVELS = [
     ["step", "recompute"],
     ["training"],
     ["study"],
-    ["report", "cli", "bench", "doctor", "verbs"],
+    ["report", "cli", "bench", "doctor", "chaos", "verbs"],
 ]
 
 

@@ -29,6 +29,7 @@ EXAMPLES = {
     "watch": ("megabatch watch runs/mine",),
     "export": ("megabatch export runs/mine --to onnx",),
     "predict": ("megabatch predict runs/mine cat.jpg dog.png",),
+    "chaos": ("megabatch chaos digits --seed 7 --rounds 3 --epochs 3",),
     "doctor": ("megabatch doctor", "megabatch doctor --json"),
 }
 

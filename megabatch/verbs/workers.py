@@ -36,12 +36,16 @@ def on_workers(
             say(f"joining {_workers(place.world)}", progress=True)
         return function(*arguments)
     workers = gpus(device) or without_gpu if asked is None else asked
-    if not 1 <= workers <= MOST_WORKERS:
-        raise UserError(f"--workers is {workers}; give 1 to {MOST_WORKERS}")
+    check_workers(workers)
     say(f"starting {_workers(workers)}, which load torch first", progress=True)
     if workers == 1:
         return function(*arguments)
     return run_local(workers, function, *arguments, stops=stops)
+
+
+def check_workers(workers: int) -> None:
+    if not 1 <= workers <= MOST_WORKERS:
+        raise UserError(f"--workers is {workers}; give 1 to {MOST_WORKERS}")
 
 
 def _workers(count: int) -> str:

@@ -1,0 +1,80 @@
+"""Rounds of chaos: the undisturbed run once, then runs with faults, each held against it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megabatch.chaos.faults import Fault
+from megabatch.chaos.job import Job
+from megabatch.errors import DONE, FAILED, STOPPED, RunFailed
+
+_LOOK_SECONDS = 0.01
+_STUCK_SECONDS = 300.0
+"""a job that neither goes on nor ends for so long hangs"""
+# How a job may end that something happened to: in words, on request, or killed with everyone.
+_EXPECTED = (FAILED, STOPPED, -9)
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Outcome:
+    """What became of one round."""
+
+    equal: bool
+    struck: Counter[str] = field(default_factory=Counter)
+    begun: int = 0
+    """times that the job was started"""
+    seconds: float = 0.0
+
+
+def undisturbed(job: Job) -> dict[str, Any]:
+    """The summary of a run that nothing happens to."""
+    with job:
+        job.start(resume=False)
+        while job.status is None:
+            time.sleep(_LOOK_SECONDS)
+        if job.status != DONE:
+            raise RunFailed(f"the undisturbed run failed: {job.last_words()}")
+        return job.result
+
+
+def disturbed(
+    job: Job, faults: Sequence[tuple[str, Fault]], whole: dict[str, Any], say: Say
+) -> Outcome:
+    """One round: the faults, in order, and the end held against that of the whole run."""
+    began, outcome, waiting = time.monotonic(), Outcome(False, begun=1), list(faults)
+    looked, moved, unexplained = began, -1, 0
+    with job:
+        job.start(resume=False)
+        while (status := job.status) != DONE:
+            now = time.monotonic()
+            if status is not None:
+                if status not in _EXPECTED or not unexplained:
+                    raise RunFailed(f"the job ended with status {status}: {job.last_words()}")
+                unexplained, looked = 0, now
+                outcome.begun += 1
+                job.start(resume=True)
+            job.tend()
+            seen = job.seen()
+            if seen != moved:
+                looked, moved = now, seen
+            if waiting and seen >= waiting[0][1].at * whole["seen"]:
+                kind, fault = waiting.pop(0)
+                say(f"  at {seen:,} images: {fault}")
+                fault.strike(job)
+                outcome.struck[kind] += 1
+                unexplained += 1
+            if now - looked > _STUCK_SECONDS:
+                raise RunFailed(f"the job hangs at {seen} images: {job.last_words()}")
+            time.sleep(_LOOK_SECONDS)
+        covered = job.steps() == list(range(whole["steps"]))
+        outcome.equal = covered and job.result["weights_sha256"] == whole["weights_sha256"]
+        if not covered:
+            say(f"  its metrics tell of steps {job.steps()}, not of each of {whole['steps']} once")
+    outcome.seconds = time.monotonic() - began
+    return outcome

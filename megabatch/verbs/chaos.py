@@ -1,0 +1,151 @@
+"""megabatch chaos RECIPE: kill, stop, starve and damage a real job; it must end as undisturbed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from megabatch import recipes
+from megabatch.chaos.faults import KINDS, schedule
+from megabatch.chaos.job import Job, small_disk
+from megabatch.chaos.rounds import Outcome, disturbed, undisturbed
+from megabatch.config import Config
+from megabatch.errors import DONE, FAILED, UserError, nearest
+from megabatch.scratch import scratch
+from megabatch.verbs.parsing import parse, parse_some
+from megabatch.verbs.train import Launch, Size
+from megabatch.verbs.workers import check_workers
+from megabatch.verbs.writing import say
+
+_PATIENCE_SECONDS = 5.0
+_DISK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """What is to happen. --seed is of the schedule and of the run."""
+
+    rounds: int = 3
+    """runs that something happens to"""
+    round: int | None = None
+    """of these rounds only this one, counted from 1"""
+    faults: int = 3
+    """in each round"""
+    kinds: tuple[str, ...] = tuple(KINDS)
+    """of faults: kill, kill-all, stop, delay, ask, damage, fill"""
+    workers: int = 3
+    """local workers"""
+    keep_runs: str | None = None
+    """leave the runs' folders here (None: nothing is left)"""
+    json: bool = False
+    """the last line on standard output is the result as one JSON object"""
+
+
+@dataclass(frozen=True)
+class ChaosFlags:
+    chaos: Annotated[Chaos, tyro.conf.arg(name="")]
+    config: Annotated[Config, tyro.conf.arg(name="")]
+
+
+def run(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        arguments = ["digits", *arguments] if {"-h", "--help"} & {*arguments} else arguments
+        if not arguments or arguments[0].startswith("-"):
+            raise UserError(f"chaos needs a recipe: one of {', '.join(recipes.RECIPES)}")
+    chaos, config = _read_flags(arguments[0], arguments[1:])
+    began = time.monotonic()
+    place = Path(chaos.keep_runs) if chaos.keep_runs else scratch() / "chaos"
+    if place.exists():
+        raise UserError(f"{place} is there already: name a folder that is not")
+    place.mkdir(parents=True)
+    try:
+        with small_disk(place / "disk", _DISK_BYTES) as disk:
+            if disk is None:
+                say("no disk of its own (that needs root): a limit on files stands for a full one")
+            outcomes = _rounds(chaos, config, place, disk)
+    finally:
+        if chaos.keep_runs is None:
+            shutil.rmtree(place, ignore_errors=True)
+    struck = sum((outcome.struck for outcome in outcomes), Counter[str]())
+    equal = sum(outcome.equal for outcome in outcomes)
+    result = {
+        "rounds": len(outcomes),
+        "faults": struck.total(),
+        "equal": equal,
+        "seconds": round(time.monotonic() - began, 1),
+        "kinds": dict(sorted(struck.items())),
+        "begun": sum(outcome.begun for outcome in outcomes),
+        "workers": chaos.workers,
+        "seed": config.seed,
+    }
+    say(
+        f"{equal} of {len(outcomes)} rounds with {struck.total()} faults ended as if nothing had "
+        f"happened, in {result['seconds']} s"
+    )
+    if chaos.json:
+        print(json.dumps(result), flush=True)
+    return DONE if equal == len(outcomes) else FAILED
+
+
+def _read_flags(name: str, arguments: list[str]) -> tuple[Chaos, Config]:
+    words = f"chaos {name}"
+    size = parse_some(Size, words, arguments)
+    # The same bits whatever happens, and workers that are not waited for too long.
+    recipe = replace(
+        recipes.named(name, size.epochs, size.batch),
+        deterministic=True,
+        patience=_PATIENCE_SECONDS,
+    )
+    flags = parse(ChaosFlags, words, arguments, ChaosFlags(Chaos(), recipe))
+    chaos, config = flags.chaos, flags.config.check()
+    if not config.deterministic:
+        raise UserError("weights are compared bit for bit: drop --no-deterministic")
+    for kind in chaos.kinds:
+        if kind not in KINDS:
+            raise UserError(f"there is no kind of fault {kind!r}: {nearest(kind, KINDS)}")
+    for what, value in (("rounds", chaos.rounds), ("faults", chaos.faults)):
+        if not 1 <= value <= 10_000:
+            raise UserError(f"--{what} is {value}; give 1 to 10,000")
+    if chaos.round is not None and not 1 <= chaos.round <= chaos.rounds:
+        raise UserError(f"--round is {chaos.round}; give 1 to {chaos.rounds}")
+    check_workers(chaos.workers)
+    return chaos, config
+
+
+def _rounds(chaos: Chaos, config: Config, place: Path, disk: Path | None) -> list[Outcome]:
+    written = place / "config.json"
+    written.write_text(config.to_json())
+    flags = ["--workers", str(chaos.workers), "--device", "cpu", "--json", *_supervision()]
+    command = [sys.executable, "-m", "megabatch.cli", "train", str(written), *flags]
+    say(f"the undisturbed run, on {chaos.workers} workers")
+    whole = undisturbed(Job(command, (disk or place) / "whole"))
+    outcomes = []
+    for number in [chaos.round] if chaos.round else range(1, chaos.rounds + 1):
+        faults = schedule(config.seed, number, chaos.faults, chaos.workers, chaos.kinds)
+        said = ", ".join(f"at {fault.at:.0%} {fault}" for _, fault in faults)
+        say(f"round {number}: {said}")
+        out = (disk or place) / f"round-{number}"
+        outcomes.append(disturbed(Job(command, out, disk), faults, whole, say))
+        how = "equal" if outcomes[-1].equal else "NOT EQUAL"
+        say(f"round {number}: {how}, begun {outcomes[-1].begun} times")
+        if disk is not None or chaos.keep_runs is None:
+            shutil.rmtree(out, ignore_errors=True)
+    return outcomes
+
+
+def _supervision() -> list[str]:
+    """Where lost workers are replaced, as often as it takes and as soon as they are silent."""
+    known = {one.name for one in fields(Launch)}
+    asked = {"max_restarts": "1000", "silent_seconds": f"{_PATIENCE_SECONDS:g}"}
+    words = [
+        [f"--{name.replace('_', '-')}", value] for name, value in asked.items() if name in known
+    ]
+    return [word for pair in words for word in pair]
