@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megabatch.config.written import read_text
 from megabatch.errors import UserError, nearest
 from megabatch.planner.machine import Machine, Network, Node, Rate, Spine, from_json
 
@@ -389,7 +390,7 @@ def load(name: str) -> Machine:
             f"(or give the path of a machine.json)"
         )
     try:
-        return from_json(path.read_text(), default_name=path.stem)
+        return from_json(read_text(path), default_name=path.stem)
     except OSError as error:
         raise UserError(f"the machine {name} cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -15,11 +15,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
+from megabatch.config.settings import shown
 from megabatch.errors import UserError, nearest
 from megabatch.planner.chips import CHIPS, Chip, named_in, unknown
 from megabatch.planner.workload import usual
 
 FORMAT = "megabatch-machine-1"
+_LARGEST = 1e30
+"""no machine has as much of anything"""
 
 Level = Literal["node", "network", "spine"]
 
@@ -53,7 +56,9 @@ class _Limits:
         return f"{kind} from {self.least:g} on"
 
     def hold(self, value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if not abs(value) < _LARGEST:  # nan too
             return False
         if self.whole and value != int(value):
             return False
@@ -74,12 +79,12 @@ class Checked:
             limits, value = one.metadata.get("limits"), getattr(self, one.name)
             if one.type == "str" and not isinstance(value, str):
                 key = f"{self.called}.{one.name}".lstrip(".")
-                raise UserError(f"{key} is {value!r}: give a text")
+                raise UserError(f"{key} is {shown(value)}: give a text")
             if limits is None or (value is None and one.default is None):
                 continue
             if not limits.hold(value):
                 key = f"{self.called}.{one.name}".lstrip(".")
-                raise UserError(f"{key} is {value!r}: give {limits.sentence()}")
+                raise UserError(f"{key} is {shown(value)}: give {limits.sentence()}")
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class Network(Checked):
         super().__post_init__()
         if self.transport and self.transport not in TRANSPORTS:
             raise UserError(
-                f"there is no links.network.transport {self.transport!r}: "
+                f"there is no links.network.transport {shown(self.transport)}: "
                 f"{nearest(self.transport, TRANSPORTS)}"
             )
 
@@ -203,7 +208,7 @@ class Machine(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.chip and self.chip not in CHIPS:
-            raise UserError(f"there is no chip {self.chip!r}: {nearest(self.chip, CHIPS)}")
+            raise UserError(f"there is no chip {shown(self.chip)}: {nearest(self.chip, CHIPS)}")
 
     @property
     def workers_per_rack(self) -> int | None:
@@ -258,14 +263,14 @@ def from_json(text: str, default_name: str = "machine") -> Machine:
     said = json.loads(text)
     if not isinstance(said, dict) or said.get("format") != FORMAT:
         found = said.get("format") if isinstance(said, dict) else said
-        raise ValueError(f"its format is {found!r}, not {FORMAT!r}")
+        raise ValueError(f"its format is {shown(found)}, not {FORMAT!r}")
     said.pop("format")
     said.pop("plans", None)  # those that bench sync measured: for the trainer
     links = _object(said.pop("links", {}), "links")
     _known(links, _LINKS, "links")
     rows = said.pop("compute", [])
     if not isinstance(rows, list):
-        raise UserError(f"compute is {rows!r}: give a list of rows")
+        raise UserError(f"compute is {shown(rows)}: give a list of rows")
     sending = said.pop("sending", None)
     names = {one.name for one in fields(Machine)} - {*_LINKS, "rates", "sending"}
     _known(said, names, "")
@@ -290,14 +295,14 @@ def _told(value: Any, default: Any) -> bool:
 
 def _object(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UserError(f"{key} is {value!r}: give an object")
+        raise UserError(f"{key} is {shown(value)}: give an object")
     return dict(value)
 
 
 def _known(said: dict[str, Any], names: Any, where: str) -> None:
     for key in said:
         if key not in names:
-            raise UserError(f"there is no key {f'{where}.{key}'.lstrip('.')!r}: "
+            raise UserError(f"there is no key {shown(f'{where}.{key}'.lstrip('.'))}: "
                             f"{nearest(key, names)}")  # fmt: skip
 
 
@@ -322,8 +327,8 @@ def _rate(said: Any) -> Rate:
     if flops is not None:
         if not _Limits(above=0).hold(flops) or not _Limits(above=0, most=1).hold(efficiency):
             raise UserError(
-                f"compute.flops is {flops!r} and its efficiency {efficiency!r}: give operations a "
-                f"second above 0 and a share from 0 to 1"
+                f"compute.flops is {shown(flops)} and its efficiency {shown(efficiency)}: give "
+                f"operations a second above 0 and a share from 0 to 1"
             )
         # two operations a multiply-add, and backward has twice as many as forward
         row["images_per_second"] = efficiency * flops / (6 * usual(row["model"]).multiply_adds)
