@@ -21,8 +21,8 @@ from megabatch.planner.chips import CHIPS, Chip, named_in, unknown
 from megabatch.planner.workload import usual
 
 FORMAT = "megabatch-machine-1"
-_LARGEST = 1e30
-"""no machine has as much of anything"""
+_LARGEST, _MOST = 1e30, 1e12
+"""no machine has as much of anything, or as many"""
 
 Level = Literal["node", "network", "spine"]
 
@@ -58,7 +58,8 @@ class _Limits:
     def hold(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
-        if not abs(value) < _LARGEST:  # nan too
+        most = _MOST if self.whole else _LARGEST
+        if value != 0 and not 1 / most < abs(value) < most:  # nan too
             return False
         if self.whole and value != int(value):
             return False
@@ -85,6 +86,8 @@ class Checked:
             if not limits.hold(value):
                 key = f"{self.called}.{one.name}".lstrip(".")
                 raise UserError(f"{key} is {shown(value)}: give {limits.sentence()}")
+            if limits.whole:
+                object.__setattr__(self, one.name, int(value))  # 4.0 is a whole number
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ class State:
         if not (
             all(type(count) is int and count >= 0 for count in counts)
             and all(type(number) in (int, float) for number in (*numbers, *told))
+            and all(map(math.isfinite, (state.seconds, state.best_top1, *state.last_top1s)))
             and state.evaluation.keys() == State().evaluation.keys()
             and all(len(row) == len(fields(StepNumbers)) - 1 for _, row in state.pending)
             and all(row[_SCALE] > 0 for _, row in state.pending)
