@@ -139,8 +139,12 @@ KINDS: dict[str, Draw] = {
 def schedule(
     seed: int, round_: int, count: int, workers: int, kinds: tuple[str, ...]
 ) -> list[tuple[str, Fault]]:
-    """The faults of one round, in order, each with its kind: the same for the same arguments."""
+    """The faults of one round (counted from 1), in order, each with its kind: the same for the same
+    arguments. Rounds take the kinds in turn, so that none is left out for long."""
+    turns = list(kinds)
+    random.Random(seed).shuffle(turns)
     rng = random.Random(f"{seed} {round_}")
-    times = sorted(rng.uniform(0.02, 0.95) for _ in range(count))
-    drawn = [(rng.choice(kinds), at) for at in times]
-    return [(kind, KINDS[kind](rng, at, workers)) for kind, at in drawn]
+    drawn = [turns[((round_ - 1) * count + index) % len(turns)] for index in range(count)]
+    rng.shuffle(drawn)
+    times = sorted(rng.uniform(0.02, 0.95) for _ in drawn)
+    return [(kind, KINDS[kind](rng, at, workers)) for kind, at in zip(drawn, times, strict=True)]

@@ -23,8 +23,6 @@ from megabatch.errors import RunFailed
 
 _LAST_LINES = 60
 _TAIL_BYTES = 1 << 16
-_FULL_BYTES = 2048
-"""without a disk of its own: the largest file the first worker may write, when the disk is full"""
 
 
 class Job:
@@ -66,8 +64,9 @@ class Job:
         self._reading.start()
 
     def _read(self, lines: Any) -> None:
-        for line in lines:
-            self._said.append(line.rstrip())
+        with lines:
+            for line in lines:
+                self._said.append(line.rstrip())
 
     @property
     def status(self) -> int | None:
@@ -153,14 +152,13 @@ class Job:
         """Until it is begun again nothing more can be written."""
         if self._disk is not None:
             self._filler = self._disk / "filler"
-            with self._filler.open("wb") as file, contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), self._filler.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(1 << 16))
-                    file.flush()
             return
         for pid in self._workers()[:1]:
             with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, _FULL_BYTES))
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
 
     def _make_room(self) -> None:
         if self._filler is not None:

@@ -1,0 +1,182 @@
+"""Chaos: schedules that repeat, faults that strike, and a verdict that can be no.
+
+The job here is a small script that counts steps as a run does; tests/systems has the real one.
+"""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from megabatch.chaos.faults import KINDS, Ask, Damage, Fill, Kill, Stop, schedule
+from megabatch.chaos.job import Job, small_disk
+from megabatch.chaos.rounds import disturbed, undisturbed
+from megabatch.cli import main
+from megabatch.errors import RunFailed
+
+STEPS = 40
+# Goes on from its metrics, as a run does from a checkpoint; on request it ends with status 3.
+COUNTING = f"""
+import json, pathlib, signal, sys, time
+asked = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: asked.append(1))
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+out.mkdir(exist_ok=True)
+metrics = out / "metrics.jsonl"
+lines = metrics.read_text().splitlines() if metrics.exists() else []
+lines = [line for line in lines if line.endswith("}}")]
+metrics.write_text("".join(line + "\\n" for line in lines))
+try:
+    for step in range(len(lines), {STEPS}):
+        with metrics.open("a") as file:
+            line = {{"kind": "train", "step": step, "seen": 10 * step, "more": "x" * 300}}
+            file.write(json.dumps(line) + "\\n")
+        time.sleep(0.02)
+        if asked:
+            sys.exit(3)
+except OSError as error:
+    print(error)
+    sys.exit(1)
+print("a result:")
+print(json.dumps({{"weights_sha256": "abc", "steps": {STEPS}, "seen": {10 * STEPS}}}))
+"""
+
+
+def job(out, script=COUNTING, disk=None):
+    return Job([sys.executable, "-c", script], out, disk)
+
+
+WHOLE = {"weights_sha256": "abc", "steps": STEPS, "seen": 10 * STEPS}
+FAULTS = [
+    ("kill", Kill(0.1, 0)),
+    ("delay", Stop(0.2, 0, 0.2)),
+    ("ask", Ask(0.3, 0, signal.SIGUSR1)),
+    ("fill", Fill(0.4)),
+    ("damage", Damage(0.5, 0.5, 0.5, "flip")),
+    ("kill-all", Kill(0.6, None)),
+]
+
+
+def test_every_kind_strikes_and_the_job_ends_as_if_undisturbed(tmp_path):
+    assert undisturbed(job(tmp_path / "whole")) == WHOLE
+    said = []
+    outcome = disturbed(job(tmp_path / "run"), FAULTS, WHOLE, said.append)
+    assert outcome.equal
+    assert outcome.struck == {kind: 1 for kind, _ in FAULTS}
+    assert outcome.begun == 6  # a delay is no end
+    assert len(said) == len(FAULTS)
+
+
+def test_other_weights_and_steps_taken_twice_are_not_equal(tmp_path):
+    other = {**WHOLE, "weights_sha256": "abd"}
+    assert not disturbed(job(tmp_path / "other"), [], other, print).equal
+    twice = COUNTING.replace("range(len(lines), ", "range(max(0, len(lines) - 3), ")
+    assert not disturbed(job(tmp_path / "twice", twice), FAULTS[:1], WHOLE, print).equal
+
+
+def test_an_end_that_no_fault_explains_is_a_failure(tmp_path):
+    with pytest.raises(RunFailed, match="the job ended with status 3: bad luck"):
+        disturbed(job(tmp_path, "import sys; print('bad luck'); sys.exit(3)"), FAULTS, WHOLE, print)
+    with pytest.raises(RunFailed, match="the undisturbed run failed: bad luck"):
+        undisturbed(job(tmp_path, "import sys; print('bad luck'); sys.exit(1)"))
+
+
+@contextmanager
+def running(out):
+    with job(out) as one:
+        one.start(resume=False)
+        deadline = time.monotonic() + 60
+        while one.seen() < 20:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield one
+
+
+def test_a_stopped_job_stands_still_until_it_is_let_go_on(tmp_path):
+    with running(tmp_path / "run") as one:
+        Stop(0.0, 0, 0.3).strike(one)
+        stood = one.seen()
+        while one.seen() in (stood, stood + 10):  # a step may have been on its way
+            one.tend()
+        assert one.status is None
+
+
+def test_damage_spoils_the_newest_checkpoint_alone(tmp_path):
+    rng = random.Random(1)
+    for how in ("flip", "cut", "remove", "lose"):
+        out = tmp_path / how
+        for name in ("seen-000000000010", "seen-000000000020"):
+            (out / "checkpoints" / name).mkdir(parents=True)
+            for file in ("a", "b", "c"):
+                (out / "checkpoints" / name / file).write_bytes(bytes(100))
+        with running(out) as one:
+            Damage(0.5, rng.random(), rng.random(), how).strike(one)
+            assert one.status == -signal.SIGKILL
+        good = [p for p in (out / "checkpoints").rglob("?") if p.read_bytes() == bytes(100)]
+        assert len([p for p in good if p.parent.name.endswith("10")]) == 3
+        assert len(good) == (3 if how == "lose" else 5)
+
+
+def test_a_schedule_is_the_same_for_the_same_seed_and_leaves_no_kind_out():
+    kinds = tuple(KINDS)
+    rounds = [schedule(7, one, 3, 4, kinds) for one in range(1, 8)]
+    assert rounds == [schedule(7, one, 3, 4, kinds) for one in range(1, 8)]
+    assert rounds != [schedule(8, one, 3, 4, kinds) for one in range(1, 8)]
+    drawn = [kind for faults in rounds for kind, _ in faults]
+    assert {drawn.count(kind) for kind in kinds} == {3}
+    for faults in rounds:
+        times = [fault.at for _, fault in faults]
+        assert times == sorted(times) and times[0] > 0 and times[-1] < 1
+        assert all(str(fault) for _, fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "chaos needs a recipe"),
+        (["digits", "--kinds", "kil"], "there is no kind of fault 'kil': did you mean kill?"),
+        (["digits", "--rounds", "0"], "--rounds is 0; give 1 to 10,000"),
+        (["digits", "--round", "4"], "--round is 4; give 1 to 3"),
+        (["digits", "--no-deterministic"], "drop --no-deterministic"),
+        (["digits", "--workers", "0"], "--workers is 0"),
+        (["digits", "--keep-runs", "."], ". is there already"),
+    ],
+)
+def test_mistakes_get_one_sentence(words, sentence, capsys):
+    assert main(["chaos", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_small_disk_fills_and_is_let_go_of(tmp_path):
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        if disk is None:
+            pytest.skip("mounting needs root")
+        with job(disk / "run", disk=disk) as one:
+            one.start(resume=False)
+            while one.seen() < 20:
+                time.sleep(0.01)
+            one.fill_disk()
+            while one.status is None:
+                time.sleep(0.01)
+            assert one.status == 1 and "No space left" in one.last_words()
+            one.start(resume=True)  # room is made
+            while one.status is None:
+                time.sleep(0.01)
+            assert one.result == WHOLE and one.steps() == list(range(STEPS))
+    mounts = subprocess.run(["mount"], capture_output=True, text=True).stdout
+    assert str(tmp_path) not in mounts
+
+
+def test_lines_that_are_no_json_are_no_result(tmp_path):
+    one = job(tmp_path, "print(json.dumps([1]) if 0 else '[1]')")
+    with one:
+        one.start(resume=False)
+        while one.status is None:
+            time.sleep(0.01)
+    assert one.result == {} and json.loads("[1]") == [1]
