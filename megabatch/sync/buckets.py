@@ -36,6 +36,8 @@ class Bucket:
         like = parameters[0].detach()
         self.tree = TreeSum(sum(self.sizes), like.to(sum_dtype(like)))
         self.missing = len(parameters)
+        self._views: dict[int, list[Tensor]] = {}
+        """of the tree's own vectors, which it uses again and again, by address"""
 
     def begin(self, count: int, dealt: Node) -> None:
         for p in self.parameters:
@@ -43,16 +45,20 @@ class Bucket:
         self.tree.begin(count, dealt)
 
     def views(self, flat: Tensor) -> list[Tensor]:
+        """A flat vector's pieces, each as its parameter is laid out."""
         # In each parameter's own layout: else what works on many tensors at once takes them singly.
-        pieces = zip(flat.split(self.sizes), self.parameters, strict=True)
-        return [piece.as_strided(p.shape, p.stride()) for piece, p in pieces]
+        return self._views.get(flat.data_ptr()) or [
+            piece.as_strided(p.shape, p.stride())
+            for piece, p in zip(flat.split(self.sizes), self.parameters, strict=True)
+        ]
 
     def collect(self) -> Tensor:
         """Move the parameters' gradients into the tree; returns their sum of squares."""
         flat = self.tree.fresh()
         # Backward may not have reached all of them.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        torch._foreach_copy_(self.views(flat), gradients)
+        views = self._views[flat.data_ptr()] = self.views(flat)
+        torch._foreach_copy_(views, gradients)
         for p in self.parameters:
             p.grad = None
         self.missing = len(self.parameters)
