@@ -110,7 +110,7 @@ def weights_after(config, steps):
     return torch.cat([t.flatten().double() for t in net.state_dict().values()])
 
 
-# In single precision runs that sum in another order lie 1e-3 apart by then.
+# In single precision the same runs lie 1e-8 apart.
 STEPS_IN_DOUBLE = 20
 
 
