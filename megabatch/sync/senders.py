@@ -59,7 +59,7 @@ class Exposed:
 
 
 class Lane:
-    """Where the backend's own sums run beside backward, in order: a thread on CPU, a stream on CUDA.
+    """Where the backend's own sums run beside backward, in order: a thread or a CUDA stream.
 
     Every worker makes it, in the same order as its others. `cluster` is then the same workers in a
     process group of this lane's own: the threads of two lanes may come to a group they share in
