@@ -6,13 +6,14 @@ NCCL; a process group that is there already is believed before any variable.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,7 +39,9 @@ class Cluster:
     group: Any = field(default=None, repr=False)
     """the process group of these workers, where they are only some of all"""
     joined: bool = field(default=False, compare=False, repr=False)
-    """whether from_env made the process group, which leave() then ends"""
+    """whether this made the process group, which leave() then ends"""
+    timeout_seconds: float = field(default=600, compare=False, repr=False)
+    """how long a sum may take before a worker that does not come is given up"""
 
     @classmethod
     def from_env(
@@ -90,6 +93,7 @@ class Cluster:
             grid,
             group,
             joined=place.world > 1 and not initialised,
+            timeout_seconds=timeout_seconds,
         )
 
     @property
@@ -136,8 +140,21 @@ class Cluster:
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, mine)
+        dist.all_gather_object(found, mine, group=self.group)
         return found
+
+    def apart(self) -> Cluster:
+        """The same workers in a process group of its own, whose messages mix with no others; all of
+        them call this, in the same order. Whoever asked for it calls leave()."""
+        import torch.distributed as dist
+
+        if self.group is not None:
+            raise UserError(
+                "the backend's own sums want all workers, and this cluster is a group of some: "
+                "name a plan"
+            )
+        own = dist.new_group(timeout=timedelta(seconds=self.timeout_seconds))
+        return replace(self, group=own, joined=True)
 
     def leave(self) -> None:
         """End the process group, if this is who made it; while an error is on its way out, leave
@@ -150,7 +167,9 @@ class Cluster:
 
         failing = sys.exc_info()[0] is not None
         if self.joined and dist.is_initialized() and not failing:
-            dist.destroy_process_group()
+            # Who has ended all process groups has ended this one.
+            with contextlib.suppress(ValueError, AssertionError):
+                dist.destroy_process_group(self.group)
 
 
 # --- who a worker is ---------------------------------------------------------------------------

@@ -62,8 +62,8 @@ def make_grad_sync(cluster):
 
 
 def make_lane(cluster):
-    lane = Lane(cluster.device)
-    lane.send(lambda: dist.all_reduce(torch.ones(1)))
+    lane = Lane(cluster)
+    lane.send(lambda: dist.all_reduce(torch.ones(1), group=lane.cluster.group))
     lane.wait()
     lane.close()
     lane.close()

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
 import megabatch as mb
-from megabatch.cluster import Cluster
 from megabatch.config import LearningRate, OptimizerConfig
 from megabatch.errors import UserError
-from megabatch.launch import run_local
 from megabatch.plans.names import named as named_plan
 from megabatch.plans.names import plan_of
 from megabatch.recipes import BY_BATCH, RECIPES, named
@@ -236,9 +235,9 @@ def test_jias_hybrid_sends_fc6_and_fc7_by_a_ring_and_all_else_hierarchically():
     assert all(plan == hierarchical for name, plan in way.items() if name not in large)
 
 
-def weights_after_two_steps(name, plan=None):
+def weights_after_two_steps(cluster, name, plan=None):
     """A small net trained by a recipe's way of summing, on this worker's grid of two rows."""
-    cluster = Cluster.from_env(grid=(2, 2))
+    cluster = replace(cluster, grid=(2, 2))
     recipe = RECIPES[name]()
     config = mb.Config(
         batch=64,
@@ -261,8 +260,8 @@ def weights_after_two_steps(name, plan=None):
 
 @pytest.mark.parametrize("name", ["goyal2017", "you2018", "jia2018", "mikami2018"])
 def test_four_workers_train_by_the_papers_sums(name):
-    found = run_local(4, weights_after_two_steps, name)
-    backend = run_local(4, weights_after_two_steps, name, "backend")
+    found = run_ranks(weights_after_two_steps, 4, name)[0]
+    backend = run_ranks(weights_after_two_steps, 4, name, "backend")[0]
     assert found.shape == backend.shape
     # A half wire rounds each gradient to 11 bits.
     close = 1e-6 if SUMMED[name][1] == "fp32" else 2e-3

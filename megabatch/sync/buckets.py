@@ -122,7 +122,7 @@ class GradientSum:
             sizes = [bucket.tree.length for bucket in self._buckets]
             self._planned = Planned(cluster, plan, wire, sizes, thresholds=thresholds)
         elif cluster.world > 1:
-            self._lane = Lane(cluster.device)
+            self._lane = Lane(cluster)
         self._hooks = [
             p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
             for bucket in self._buckets
@@ -248,10 +248,12 @@ class GradientSum:
             self._planned.send(total, self._left, is_control=own is not None)
             return
 
-        def work() -> None:
-            self._sums[tree] = tree.all_reduce(self._cluster, self._by_tree, own)
-
         if self._lane is None:
-            work()
-        else:
-            self._lane.send(work)
+            self._sums[tree] = tree.all_reduce(self._cluster, self._by_tree, own)
+            return
+        cluster = self._lane.cluster
+
+        def work() -> None:
+            self._sums[tree] = tree.all_reduce(cluster, self._by_tree, own)
+
+        self._lane.send(work)

@@ -59,9 +59,16 @@ class Exposed:
 
 
 class Lane:
-    """Where sums over workers run beside backward: a thread on CPU, a stream on CUDA; in order."""
+    """Where the backend's own sums run beside backward, in order: a thread or a CUDA stream.
 
-    def __init__(self, device: torch.device) -> None:
+    Every worker makes it, in the same order as its others. `cluster` is then the same workers in a
+    process group of this lane's own: the threads of two lanes may come to a group they share in
+    another order on each worker, and their sums would mix.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster.apart()
+        device = cluster.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = None if self._stream else ThreadPoolExecutor(1, "lane")
         self._sent: list[Future[None]] = []
@@ -84,9 +91,13 @@ class Lane:
         self._sent = []
 
     def close(self) -> None:
-        """End the thread; one that waits for a worker that failed is left to the process's end."""
+        """End the thread and the group; what waits for a worker that failed is left to the
+        process's end."""
+        over = all(sent.done() for sent in self._sent)
         if self._thread is not None:
-            self._thread.shutdown(all(sent.done() for sent in self._sent), cancel_futures=True)
+            self._thread.shutdown(over, cancel_futures=True)
+        if over:
+            self.cluster.leave()
 
 
 class Planned:
