@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shlex
+import sys
 import textwrap
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,7 +26,7 @@ from megabatch.study.trials import RECIPE, Plan
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.workers import on_workers
-from megabatch.verbs.writing import say
+from megabatch.verbs.writing import say, say_result, write_whole
 
 
 @dataclass(frozen=True)
@@ -220,14 +223,33 @@ def _rates(words: str) -> list[float]:
 
 
 def _tell(out: Path, ended: str, flags: Sweep) -> int:
+    from megabatch.report.figure import error_figure
+    from megabatch.report.study import study_page
+    from megabatch.study.reading import reading
     from megabatch.study.results import read
 
     study = read(out)
     rows = list(study.rows())
     _show(rows)
+    page, said = out / "report.html", reading(study)
+    write_whole(page, study_page(study).encode(errors="replace"))
+    title = f"Top-1 error against batch size: {out.resolve().name}"
+    write_whole(out / "error.svg", error_figure(study, title).encode(errors="replace"))
+    say_result(said)
+    say_result(f"{page}")
     failed = sum(len(row["failed"]) for row in rows)
+    result = {
+        "out": str(out),
+        "ended": ended,
+        "report": str(page),
+        "reading": said,
+        "rows": rows,
+        "rates": study.chosen_rates(),
+        "forecast": None if math.isnan(study.forecast) else study.forecast,
+    }
+    written = {"command": sys.argv, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **result}
+    write_whole(out / "study.json", (json.dumps(written, indent=2) + "\n").encode())
     if flags.json:
-        result = {"out": str(out), "ended": ended, "rows": rows}
         print(json.dumps(result), flush=True)
     if ended == "stopped":
         say("stopped on request: the same command goes on", progress=True)
