@@ -25,6 +25,7 @@ from megabatch.study.arms import ARMS
 from megabatch.study.trials import RECIPE, Plan
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
+from megabatch.verbs.sizing import doubts, sized
 from megabatch.verbs.workers import on_workers
 from megabatch.verbs.writing import say, say_result, write_whole
 
@@ -52,6 +53,8 @@ class Sweep:
     """local workers (None: one a GPU, or two without a GPU)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the workers compute"""
+    keep_epochs: bool = False
+    """where a recipe's length follows the batch: keep the length"""
     retry: bool = False
     """run again what failed before"""
     keep_checkpoints: bool = False
@@ -72,7 +75,6 @@ class StudyFlags:
 class Given:
     """What is looked at before the recipe is known."""
 
-    epochs: float | None = None
     batch: int | None = None
     micro: int | None = None
     save_every: float | None = None
@@ -90,6 +92,10 @@ def _run(arguments: list[str]) -> int:
         known = ", ".join(recipes.RECIPES)
         raise UserError(f"study needs a recipe: one of {known}, or the config.json of a run")
     plan, flags = read_flags(arguments[0], arguments[1:])
+    if not under_launcher():
+        for (arm, _), config in plan.configs.items():
+            for sentence in doubts(arguments[0], config) if arm == RECIPE else ():
+                say(sentence, progress=True)
     name = next(iter(plan.configs.values())).name
     out = flags.out or f"runs/study-{name}"
     call = (plan, out, flags)
@@ -129,7 +135,7 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Plan, Sweep]:
     given = parse_some(Given, words, arguments)
     if given.batch is not None:
         raise UserError("a study has several batches: give --batches 256,1024, say")
-    first = recipes.named(name, given.epochs)
+    first = sized(name, words, arguments)
     flags = parse(StudyFlags, words, arguments, StudyFlags(Sweep(), first)).sweep
     batches = _batches(flags.batches, "batches")
     if not batches:
@@ -160,7 +166,7 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Plan, Sweep]:
 
 def _at_batch(name: str, batch: int, words: str, arguments: list[str], given: Given) -> Config:
     """The recipe at a batch, with what the command line changes."""
-    recipe = recipes.named(name, given.epochs, batch)
+    recipe = sized(name, words, arguments, batch)
     # A study holds fixed batches against each other; batch-size control is an arm.
     recipe = replace(recipe, stages=())
     config = parse(StudyFlags, words, arguments, StudyFlags(Sweep(), recipe)).config
