@@ -18,8 +18,9 @@ from megabatch.errors import DONE, STOPPED, UserError
 from megabatch.stopping import keep_stop_requests
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
+from megabatch.verbs.sizing import doubts, sized
 from megabatch.verbs.workers import on_workers
-from megabatch.verbs.writing import say_result
+from megabatch.verbs.writing import say, say_result
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,10 @@ class Launch:
     """the run's folder (None: runs/NAME-DATE)"""
     resume: bool = False
     """go on from the newest checkpoint in --out; from the beginning if there is none yet"""
+    keep_epochs: bool = False
+    """with --batch, where a recipe's length follows it: keep the length"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""
-
-
-@dataclass(frozen=True)
-class Size:
-    """The settings that change a whole recipe."""
-
-    epochs: float | None = None
-    batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +72,9 @@ def _run(arguments: list[str]) -> int:
     config, launch = read_flags(arguments[0], arguments[1:])
     if launch.resume and launch.out is None:
         raise UserError("--resume needs --out: name the folder of the run that is to go on")
+    if not under_launcher():
+        for sentence in doubts(arguments[0], config):
+            say(sentence, progress=True)
     out = launch.out or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     call = (config, launch.device, launch.grid, out, launch.resume)
     first, summary = on_workers(launch.workers, launch.device, 4, train_here, *call, stops=True)
@@ -103,9 +101,8 @@ def train_here(
 def read_flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
     """The config and the launch that `megabatch train NAME ...` asks for."""
     words = f"train {name}"
-    size = parse_some(Size, words, arguments)
-    # Another length or batch stretches the whole recipe; what is given explicitly still wins.
-    recipe = recipes.named(name, size.epochs, size.batch)
+    # Another length or batch changes the whole recipe; what is given explicitly still wins.
+    recipe = sized(name, words, arguments)
     flags = parse(TrainFlags, words, arguments, TrainFlags(Launch(), recipe))
     config = flags.config.check()
     # A recipe's own plan gives way to the tree; one that is asked for beside it contradicts it.
