@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import textwrap
 import time
 from dataclasses import asdict, dataclass
@@ -12,8 +13,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from megabatch import models, recipes
-from megabatch.cluster import Cluster, under_launcher
+from megabatch.cluster import place_by, under_launcher
 from megabatch.config import Config
+from megabatch.elastic.supervisor import Losses
+from megabatch.elastic.worlds import meet
 from megabatch.errors import DONE, STOPPED, UserError
 from megabatch.stopping import keep_stop_requests
 from megabatch.verbs.examples import show_examples
@@ -36,6 +39,10 @@ class Launch:
     """the run's folder (None: runs/NAME-DATE)"""
     resume: bool = False
     """go on from the newest checkpoint in --out; from the beginning if there is none yet"""
+    max_restarts: int = 3
+    """losses of local workers (killed, stopped) that the run survives: new ones take their place"""
+    min_workers: int | None = None
+    """go on with this many when no more can be replaced (None: end)"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""
 
@@ -79,7 +86,10 @@ def _run(arguments: list[str]) -> int:
         raise UserError("--resume needs --out: name the folder of the run that is to go on")
     out = launch.out or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     call = (config, launch.device, launch.grid, out, launch.resume)
-    first, summary = on_workers(launch.workers, launch.device, 4, train_here, *call, stops=True)
+    losses = Losses(launch.max_restarts, launch.min_workers)
+    first, summary = on_workers(
+        launch.workers, launch.device, 4, train_here, *call, stops=True, losses=losses
+    )
     if first:
         _say(summary)
         if launch.json:
@@ -93,11 +103,13 @@ def train_here(
     """The work of one worker: whether it is the first, and the summary."""
     from megabatch.training import train
 
-    cluster = Cluster.from_env(grid, device)
+    cluster = meet(grid, device)
     try:
-        return cluster.first, asdict(train(config, cluster=cluster, out=out, resume=resume))
+        summary = train(config, cluster=cluster, out=out, resume=resume)
     finally:
         cluster.leave()
+    # Who was first may have been lost.
+    return place_by(os.environ).rank == 0, asdict(summary)
 
 
 def read_flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:

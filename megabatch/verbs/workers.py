@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.cluster import place_by, under_launcher
+from megabatch.elastic.supervisor import Losses
 from megabatch.errors import UserError
 from megabatch.launch import run_local
 from megabatch.verbs.writing import say
 
+_NO_LOSSES = Losses()
 MOST_WORKERS = 1024  # of one machine: more are a slip of the finger
 
 
@@ -22,11 +24,12 @@ def on_workers(
     function: Callable[..., Any],
     *arguments: Any,
     stops: bool = False,
+    losses: Losses = _NO_LOSSES,
 ) -> Any:
     """function(*arguments) on so many local workers, or here where a launcher started this process.
 
-    None asked for: one a GPU, `without_gpu` where there is none. `stops`: as run_local's. Returns
-    what the first returned.
+    None asked for: one a GPU, `without_gpu` where there is none. `stops` and `losses`: as
+    run_local's. Returns what the first returned.
     """
     if under_launcher():
         if asked is not None:
@@ -41,7 +44,7 @@ def on_workers(
     say(f"starting {_workers(workers)}, which load torch first", progress=True)
     if workers == 1:
         return function(*arguments)
-    return run_local(workers, function, *arguments, stops=stops)
+    return run_local(workers, function, *arguments, stops=stops, losses=losses)
 
 
 def _workers(count: int) -> str:
