@@ -27,6 +27,7 @@ def run_local(
     *arguments: Any,
     stops: bool = False,
     losses: Losses = _NO_LOSSES,
+    by_stage: tuple[int, ...] = (),
 ) -> Any:
     """Run function(*arguments) in `workers` processes on this machine that can join by from_env.
 
@@ -35,20 +36,22 @@ def run_local(
     was ready. When one fails the others are ended and its error is raised here: a UserError as
     such, anything else as WorkerFailed. Asked twice to stop, they are ended at once and
     KeyboardInterrupt is raised. `losses`: of workers that are killed, which a function that trains
-    (training.train) survives.
+    (training.train) survives; `by_stage`: how many workers it has in each batch stage.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
 
+    watched = losses.survivable or bool(by_stage)
+
     def start() -> tuple[Any, Connection]:
         ours, theirs = context.Pipe()
-        call = (theirs, os.getcwd(), stops, losses.survivable, function, arguments)
+        call = (theirs, os.getcwd(), stops, watched, function, arguments)
         process = context.Process(target=_work, args=call)
         with theirs:
             process.start()
         return process, ours
 
-    supervisor = Supervisor(start, workers, losses)
+    supervisor = Supervisor(start, workers, losses, by_stage)
     with answering(supervisor.pass_on), supervisor:
         supervisor.asked += take_stop_requests()
         return supervisor.run()

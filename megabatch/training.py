@@ -125,16 +125,17 @@ def _train(
         net = ending.enter_context(prepared(config, cluster, train_set.classes, model))
         parts = ending.enter_context(assemble(config, cluster, net, own=model is not None))
         folder = ending.enter_context(RunFolder(place, config, cluster))
-        held = copied(passage.memory, cluster).put(parts) if passage.copies else None
+        held = copied(passage.memory, cluster) if passage.copies else None
         begun = passage.resumes and place is not None
-        state = folder.begin(resume or begun, parts, held)
+        state = folder.begin(resume or begun, parts, None if held is None else held.put(parts))
         passage.begun()
         if train_set.class_names:
             folder.write("classes.json", list(train_set.class_names))
 
         if not passage.again:
             log.table(config.derived(images, cluster.world), f"megabatch train {config.name}")
-        log.begin(images, state.seen, folder.for_log)
+        recent = () if held is None else held.recent
+        log.begin(images, state.seen, folder.for_log, recent)
         ending.callback(log.close)
         loader = Loader(train_set, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
@@ -151,7 +152,7 @@ def _train(
 
         def memory() -> Memory:
             state.pending, state.seconds = delayed.state(), clock.seconds
-            return Memory.of(state, parts)
+            return Memory.of(state, log.recent, parts)
 
         ending.enter_context(passage.keeping(memory))
         while True:
@@ -182,6 +183,7 @@ def _train(
                 break
 
             step = step_at(config.all_stages, images, state.steps, state.seen, state.batch)
+            passage.enter(step.stage)
             result = train_step(
                 parts,
                 passage.heed(loader.share(step)),

@@ -18,7 +18,8 @@ MODULES = {
 }
 TORCH_FREE = [
     "errors", "version", "config", "plans.names", "schedule", "batch", "tree", "plans", "recipes",
-    "models", "noise", "optim", "planner", "cluster", "elastic.supervisor", "launch", "cli", "verbs.train", "verbs.plan",
+    "models", "noise", "optim", "planner", "cluster", "elastic.supervisor", "launch", "cli",
+    "verbs.train", "verbs.plan",
 ]  # fmt: skip
 
 # Each room may import those before it in this list (and its own); nothing goes up.

@@ -3,11 +3,13 @@ lost."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -34,6 +36,8 @@ class World:
     """its place on this machine, which stays its own from world to world"""
     wanted: int
     """how many workers there should be"""
+    by_stage: tuple[int, ...]
+    """and in each batch stage, where that changes; the last stands for those after it"""
     store: str
     processes: tuple[int, ...]
     copies: bool
@@ -59,6 +63,7 @@ class Link:
         self._pipe = pipe
         self._sending, self._changed = threading.Lock(), threading.Condition()
         self._lost = self._dismissed = False
+        self._to_tell: list[Callable[[], None]] = []
         threading.Thread(target=self._listen, name="link", daemon=True).start()
 
     def say(self, kind: str, value: Any = None) -> None:
@@ -103,6 +108,20 @@ class Link:
             felt = isinstance(error, RuntimeError | OSError)
             return self._changed.wait_for(lambda: self._lost, _WORD_SECONDS if felt else 0)
 
+    @contextlib.contextmanager
+    def telling(self, call: Callable[[], None]) -> Iterator[None]:
+        """Call it, from another thread, as soon as a worker of this world is lost."""
+        with self._changed:
+            self._to_tell.append(call)
+            lost = self._lost
+        if lost:
+            call()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._to_tell.remove(call)
+
     def close(self) -> None:
         self._pipe.close()
 
@@ -131,6 +150,8 @@ class Link:
                 self._lost = True
                 if self.all_or_none:
                     os._exit(1)
+                for call in self._to_tell:
+                    call()
                 sever(self.world.processes)
             self._changed.notify_all()
 

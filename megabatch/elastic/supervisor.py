@@ -101,14 +101,18 @@ Start = Callable[[], tuple[Any, Connection]]
 class Supervisor:
     """A context: whoever leaves it has no workers left."""
 
-    def __init__(self, start: Start, workers: int, losses: Losses) -> None:
-        self._start, self._losses = start, losses
+    def __init__(
+        self, start: Start, workers: int, losses: Losses, by_stage: tuple[int, ...] = ()
+    ) -> None:
+        self._start, self._losses, self._by_stage = start, losses, by_stage
         self._wanted = workers
         self._members: list[Member] = []
         self._worlds = 0
         self._lost = 0
         self._whole = False
         """all members are in one world"""
+        self._agreed = False
+        """they come out of it by themselves, for another number"""
         self._begun = False
         self._try_again: float | None = None
         self._results: dict[int, Any] = {}
@@ -175,10 +179,10 @@ class Supervisor:
     def _on_join(self, member: Member, value: tuple[Standing | None, int | None]) -> None:
         member.standing, wanted = value
         member.joined, member.world, member.told = True, None, None
-        if wanted is not None:
-            self._wanted = wanted
+        if wanted is not None:  # all workers ask for it at the same step
+            self._wanted, self._agreed = wanted, True
             self._complete()
-        else:  # whoever asks for another number does so at the same step as all others
+        elif not self._agreed:
             self._break_up()
 
     def _on_result(self, member: Member, value: Any) -> None:
@@ -229,7 +233,7 @@ class Supervisor:
         if not self._losses.survivable:
             return
         replaced = f"loss {self._lost} of {self._losses.most}, replaced"
-        how = replaced if left >= self._wanted else f"{left} go on"
+        how = replaced if left >= self._wanted else f"{left} go{'es' * (left == 1)} on"
         self._print(f"{what}: {how}")
 
     def _print(self, words: str) -> None:
@@ -304,6 +308,7 @@ class Supervisor:
                 size=len(order),
                 slot=member.slot,
                 wanted=self._wanted,
+                by_stage=self._by_stage,
                 store=str(store),
                 processes=tuple(m.process.pid for m in order),
                 copies=copies,
@@ -312,7 +317,7 @@ class Supervisor:
             member.joined, member.standing, member.told = False, None, None
         self._results.clear()
         self._worlds += 1
-        self._whole = True
+        self._whole, self._agreed = True, False
         for member in order:
             member.tell("world", member.world)
 

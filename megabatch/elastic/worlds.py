@@ -82,11 +82,13 @@ class Passage(Generic[M]):
                 raise LostWorker
             yield micro
 
-    def want(self, workers: int | None) -> None:
-        """Go on with so many workers, if that is another number."""
+    def enter(self, stage: int) -> None:
+        """Go on with as many workers as are wanted in a batch stage, if that is another number."""
         world = self._world
-        if world is not None and workers is not None and workers != world.wanted:
-            raise Regroup(workers)
+        if world is not None and world.by_stage:
+            workers = world.by_stage[min(stage, len(world.by_stage) - 1)]
+            if workers != world.wanted:
+                raise Regroup(workers)
 
     @contextlib.contextmanager
     def keeping(self, memory: Callable[[], M]) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import platform
 import time
 from dataclasses import asdict, dataclass, field, fields
@@ -101,6 +102,7 @@ class State:
 
 _SCALE = [one.name for one in fields(StepNumbers)].index("loss_scale") - 1
 """where the loss scale stands in a waiting step's numbers"""
+_RUN_ID, _RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
 _OTHERS_SECONDS = 5.0
 """the workers of a run that was killed need a moment to end"""
 
@@ -153,7 +155,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take()
-            if written.exists() and not resume:
+            if written.exists() and not resume and not self._relaunched():
                 raise UserError(
                     f"{self.path} holds a run already: add --resume to go on with it, "
                     f"or name another --out"
@@ -166,12 +168,27 @@ class RunFolder:
             if not written.exists() or written.read_text() != config:
                 write_whole(written, config.encode())
             environs = {**environment(), "world": self._cluster.world, "process": mark()}
+            environs["launch"] = os.environ.get(_RUN_ID)
             _write_json(self.path / "environment.json", environs)
         except OSError as error:
             raise UserError(
                 f"the run folder {self.path} cannot be written: {error.strerror or error}"
             ) from error
         return checkpoint.newest(self.path / "checkpoints")
+
+    def _relaunched(self) -> bool:
+        """Whether torchrun has started these workers anew, for the run that is here: one failed, or
+        a host came or went."""
+        assert self.path is not None
+        if int(os.environ.get(_RESTARTS) or 0) > 0:
+            return True
+        launch = os.environ.get(_RUN_ID)
+        try:
+            found = json.loads(read_plain(self.path / "environment.json", 1 << 20))
+            # "none": it was given no name.
+            return launch not in (None, "", "none") and bool(found["launch"] == launch)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return False
 
     def _take(self) -> None:
         """Hold the folder's lock; it ends with this process, however that ends."""

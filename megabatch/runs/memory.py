@@ -6,7 +6,7 @@ It is what a checkpoint would hold. All workers hold the same, so one of them gi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megabatch.cluster import Cluster
 from megabatch.noise import NoiseScale
 from megabatch.runs.checkpoint import Saved
 from megabatch.runs.folder import State
+from megabatch.runs.loggers import Record
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,16 @@ class Memory:
     """Copies of a run's tensors, on the host, and what else the rest of it depends on."""
 
     state: dict[str, Any]
+    recent: list[Record]
+    """of the log"""
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
     extra: dict[str, Tensor]
 
     @classmethod
-    def of(cls, state: State, saved: Saved) -> Memory:
+    def of(cls, state: State, recent: list[Record], saved: Saved) -> Memory:
         tensors = saved.net.state_dict(), saved.optimizer.state_dict(), saved.tensors()
-        return cls(asdict(state), *_mapped(tensors, _on_host))
+        return cls(asdict(state), recent, *_mapped(tensors, _on_host))
 
     @property
     def standing(self) -> tuple[int, int]:
@@ -59,7 +62,7 @@ def copied(memory: Memory | None, cluster: Cluster) -> Memory:
 
     # The rest first, with tensors that have all but values. Only workers of one run tell each other
     # such things: they are pickled.
-    mine = () if memory is None else (memory.state, memory.weights, memory.optimizer, memory.extra)
+    mine = () if memory is None else tuple(getattr(memory, one.name) for one in fields(memory))
     empty = cluster.agree(lambda: _mapped(mine, lambda tensor: tensor.to("meta")))
     if not cluster.first:
         mine = _mapped(empty, lambda tensor: torch.empty_like(tensor, device="cpu"))

@@ -25,11 +25,12 @@ def on_workers(
     *arguments: Any,
     stops: bool = False,
     losses: Losses = _NO_LOSSES,
+    by_stage: tuple[int, ...] = (),
 ) -> Any:
     """function(*arguments) on so many local workers, or here where a launcher started this process.
 
-    None asked for: one a GPU, `without_gpu` where there is none. `stops` and `losses`: as
-    run_local's. Returns what the first returned.
+    None asked for: one a GPU, `without_gpu` where there is none. `stops`, `losses`
+    and `by_stage`: as run_local's. Returns what the first returned.
     """
     if under_launcher():
         if asked is not None:
@@ -39,12 +40,16 @@ def on_workers(
             say(f"joining {_workers(place.world)}", progress=True)
         return function(*arguments)
     workers = gpus(device) or without_gpu if asked is None else asked
+    check_workers(workers)
+    say(f"starting {_workers(workers)}, which load torch first", progress=True)
+    if workers == 1 and not by_stage:
+        return function(*arguments)
+    return run_local(workers, function, *arguments, stops=stops, losses=losses, by_stage=by_stage)
+
+
+def check_workers(workers: int) -> None:
     if not 1 <= workers <= MOST_WORKERS:
         raise UserError(f"--workers is {workers}; give 1 to {MOST_WORKERS}")
-    say(f"starting {_workers(workers)}, which load torch first", progress=True)
-    if workers == 1:
-        return function(*arguments)
-    return run_local(workers, function, *arguments, stops=stops, losses=losses)
 
 
 def _workers(count: int) -> str:
