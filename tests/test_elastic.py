@@ -91,8 +91,11 @@ def test_a_worker_that_raises_ends_the_run_as_ever(error, tmp_path, capfd):
     with pytest.raises(WorkerFailed, match=r"^worker 1 of 2 failed:\n[\s\S]*Error: the cause\n$"):
         disturbed(tmp_path, ("before a step", 1, 2), workers=2, how=error)
     assert "replaced" not in capfd.readouterr().err
+
+
+def test_a_users_mistake_ends_the_run_as_ever(tmp_path):
     with pytest.raises(UserError, match=r"^no$"):
-        disturbed(tmp_path, ("before a step", 1, 2), workers=2, how=UserError("no"), most=1)
+        disturbed(tmp_path, ("before a step", 1, 2), workers=2, how=UserError("no"))
 
 
 def test_a_stopped_worker_is_ended_and_replaced(whole, tmp_path, capfd):
