@@ -124,10 +124,10 @@ def undisturbed(folder, config=CONFIG):
 
 def workers_of(supervisor):
     """The processes that were forked for it, those that have ended left out."""
-    return sorted(worker for server in _children(supervisor) for worker in _children(server))
+    return sorted(worker for server in children(supervisor) for worker in children(server))
 
 
-def _children(parent):
+def children(parent):
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

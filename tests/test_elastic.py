@@ -5,11 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import dying
 import pytest
 from dying import died, disturbed
 
+from megabatch.elastic.rounds import agree
 from megabatch.elastic.severing import sever
 from megabatch.errors import UserError, WorkerFailed
 
@@ -139,8 +141,41 @@ def test_the_command_survives_a_kill_from_outside(tmp_path):
     assert dying.steps_of(run) == dying.steps_of(tmp_path / "alone")
 
 
+def test_workers_of_a_round_find_a_word_of_their_own_among_what_others_left():
+    """Rounds of changing sizes in one store; some die in the middle of finding it."""
+    store, used = Shared(), set()
+    for world, dead in ((3, None), (3, 1), (2, None), (4, 0), (4, None)):
+        with ThreadPoolExecutor(world) as pool:
+            ranks = [rank for rank in range(world) if rank != dead]
+            asked = [
+                pool.submit(agree, store, rank, world, 30 if dead is None else 0.5)
+                for rank in ranks
+            ]
+            if dead is not None:
+                for one in asked:
+                    with pytest.raises(TimeoutError, match="did not come"):
+                        one.result()
+                continue
+            (word,) = {one.result() for one in asked}
+        assert word not in used
+        used.add(word)
+
+
+class Shared(dict):
+    """A store among threads."""
+
+    set = dict.__setitem__
+
+    def get(self, key):
+        return self[key].encode()
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+
 SEVERED = """
 import os, socket, sys
+from megabatch.elastic.rounds import agree
 from megabatch.elastic.severing import sever
 with socket.create_server(("127.0.0.1", 0)) as server:
     print(server.getsockname()[1], flush=True)
