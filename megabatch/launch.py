@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megabatch.elastic.link import Dismissed, attach
-from megabatch.elastic.supervisor import Losses, Supervisor
+from megabatch.elastic.supervisor import Losses, OnWorld, Supervisor
 from megabatch.errors import RunFailed, UserError
 from megabatch.stopping import answering, keep_stop_requests, take_stop_requests
 
@@ -28,6 +28,7 @@ def run_local(
     stops: bool = False,
     losses: Losses = _NO_LOSSES,
     by_stage: tuple[int, ...] = (),
+    on_world: OnWorld = lambda _: None,
 ) -> Any:
     """Run function(*arguments) in `workers` processes on this machine that can join by from_env.
 
@@ -36,7 +37,8 @@ def run_local(
     was ready. When one fails the others are ended and its error is raised here: a UserError as
     such, anything else as WorkerFailed. Asked twice to stop, they are ended at once and
     KeyboardInterrupt is raised. `losses`: of workers that are killed, which a function that trains
-    (training.train) survives; `by_stage`: how many workers it has in each batch stage.
+    (training.train) survives; `by_stage`: how many workers it has in each batch stage; `on_world`
+    is called here with their processes, by rank, whenever these have changed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -51,7 +53,7 @@ def run_local(
             process.start()
         return process, ours
 
-    supervisor = Supervisor(start, workers, losses, by_stage)
+    supervisor = Supervisor(start, workers, losses, by_stage, on_world)
     with answering(supervisor.pass_on), supervisor:
         supervisor.asked += take_stop_requests()
         return supervisor.run()

@@ -28,6 +28,8 @@ from megabatch.stopping import StopAsked
 _LOOK_SECONDS = 1.0
 _OUT_SECONDS = 120.0
 """for a worker to come out of a lost world; whatever holds it there, it is ended then"""
+_START_SECONDS = 600.0
+"""for a worker to load what it needs"""
 _LEAVE_SECONDS = 5.0
 """for a worker that has only to leave, to write what it still holds"""
 _AGAIN_SECONDS = 30.0
@@ -98,14 +100,23 @@ Start = Callable[[], tuple[Any, Connection]]
 """starts a worker: its process, and our end of its pipe"""
 
 
+OnWorld = Callable[[tuple[int, ...]], object]
+"""is told of each world: the process of each of its workers, by rank"""
+
+
 class Supervisor:
     """A context: whoever leaves it has no workers left."""
 
     def __init__(
-        self, start: Start, workers: int, losses: Losses, by_stage: tuple[int, ...] = ()
+        self,
+        start: Start,
+        workers: int,
+        losses: Losses,
+        by_stage: tuple[int, ...] = (),
+        on_world: OnWorld = lambda _: None,
     ) -> None:
         self._start, self._losses, self._by_stage = start, losses, by_stage
-        self._wanted = workers
+        self._wanted, self._on_world = workers, on_world
         self._members: list[Member] = []
         self._worlds = 0
         self._lost = 0
@@ -244,7 +255,8 @@ class Supervisor:
             return
         now = time.monotonic()
         for member in self._members:
-            silent = member.ready and now - member.heard > self._losses.silent_seconds
+            patience = self._losses.silent_seconds
+            silent = now - member.heard > (patience if member.ready else _START_SECONDS)
             stuck = member.told is not None and now - member.told > _OUT_SECONDS
             if silent or stuck:
                 quiet = f"silent for {now - member.heard:.0f} s"
@@ -320,6 +332,7 @@ class Supervisor:
         self._whole, self._agreed = True, False
         for member in order:
             member.tell("world", member.world)
+        self._on_world(tuple(member.process.pid for member in order))
 
     def _name(self, member: Member) -> str:
         if member.world is None:
