@@ -118,14 +118,15 @@ def _train(
         stop_asked = ending.enter_context(stop_requests(speaks, passage.stop))
         if sources is None and not passage.again:
             log.say(f"reading the images: {_whose(config)}")
-        train_set, val_set = sources or open_sources(config, data, cluster)
+        held = copied(passage.memory, cluster) if passage.copies else None
+        left_out = None if held is None else held.left_out
+        train_set, val_set = sources or open_sources(config, data, cluster, left_out=left_out)
         images, total = len(train_set), config.epochs * len(train_set)
         if not passage.again:
             log.say(f"building the model: {config.model}")
         net = ending.enter_context(prepared(config, cluster, train_set.classes, model))
         parts = ending.enter_context(assemble(config, cluster, net, own=model is not None))
         folder = ending.enter_context(RunFolder(place, config, cluster))
-        held = copied(passage.memory, cluster) if passage.copies else None
         begun = passage.resumes and place is not None
         state = folder.begin(resume or begun, parts, None if held is None else held.put(parts))
         passage.begun()
@@ -142,7 +143,8 @@ def _train(
         facts = _facts(config, cluster, train_set, loader)
         notes = (*train_set.notes, *filter(None, [parts.run.how]))
         if passage.again:
-            log.say(f"goes on at step {state.steps} on {cluster.world} workers")
+            workers = f"{cluster.world} worker{'s' * (cluster.world > 1)}"
+            log.say(f"goes on at step {state.steps} on {workers}")
         else:
             _say_first(log, config, cluster, notes, state, images)
         delayed, clock = DelayedNumbers(state.pending), Clock(state.seconds)
@@ -152,7 +154,7 @@ def _train(
 
         def memory() -> Memory:
             state.pending, state.seconds = delayed.state(), clock.seconds
-            return Memory.of(state, log.recent, parts)
+            return Memory.of(state, log.recent, train_set.left_out, parts)
 
         ending.enter_context(passage.keeping(memory))
         while True:

@@ -27,14 +27,18 @@ class Memory:
     state: dict[str, Any]
     recent: list[Record]
     """of the log"""
+    left_out: tuple[int, ...]
+    """images that cannot be read"""
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
     extra: dict[str, Tensor]
 
     @classmethod
-    def of(cls, state: State, recent: list[Record], saved: Saved) -> Memory:
+    def of(
+        cls, state: State, recent: list[Record], left_out: tuple[int, ...], saved: Saved
+    ) -> Memory:
         tensors = saved.net.state_dict(), saved.optimizer.state_dict(), saved.tensors()
-        return cls(asdict(state), recent, *_mapped(tensors, _on_host))
+        return cls(asdict(state), recent, left_out, *_mapped(tensors, _on_host))
 
     @property
     def standing(self) -> tuple[int, int]:
