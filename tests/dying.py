@@ -59,6 +59,7 @@ def train_dying(config, folder, deaths, how=signal.SIGKILL):
     folder = Path(folder)
     for death in deaths:
         _arm(folder, *death, how)
+    _note_belongings(folder)
     cluster = meet(device="cpu")
     try:
         return training.train(config, cluster=cluster, out=folder / "run", quiet=True)
@@ -82,6 +83,28 @@ def _arm(folder, moment, rank, count, how):
         return result if after else whole(*arguments, **keywords)
 
     setattr(where, name, armed)
+
+
+def _note_belongings(folder):
+    """At the first step of each world: what this process has."""
+    whole, worlds = training.train_step, set()
+
+    def noting(*arguments, **keywords):
+        world = os.environ["MEGABATCH_STORE"]
+        if world not in worlds:
+            worlds.add(world)
+            counts = [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
+            with (folder / f"belongings-{os.getpid()}").open("a") as file:
+                file.write(json.dumps(counts) + "\n")
+        return whole(*arguments, **keywords)
+
+    training.train_step = noting
+
+
+def belongings(folder):
+    """(open files, threads) at the first step of each world, for the worker that saw most."""
+    notes = [path.read_text().splitlines() for path in folder.glob("belongings-*")]
+    return [json.loads(line) for line in max(notes, key=len)]
 
 
 def _first(marker):

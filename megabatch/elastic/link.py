@@ -166,6 +166,12 @@ def attach(pipe: Connection, watched: bool) -> Link:
     return _link
 
 
+def world_is_lost() -> bool:
+    """Whether a worker of this process's world is gone, and its connections to the rest are
+    shut."""
+    return _link is not None and _link.lost
+
+
 def supervised() -> Link | None:
     """The link of this process, if it is a worker whose loss the run survives."""
     return _link if _link is not None and _link.watched else None

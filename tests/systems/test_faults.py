@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import dying
 import pytest
@@ -164,6 +165,19 @@ def test_sums_by_a_plan_are_given_up_at_once(plan, tmp_path, environ):
     assert indices == list(range(result(said)["steps"]))
 
 
+@pytest.mark.parametrize("plan", ["backend", "torus"])
+def test_survivors_keep_nothing_of_the_worlds_they_lost(plan, tmp_path):
+    deaths = [("before a step", 1, count) for count in range(1, 6)]
+    config = replace(dying.CONFIG, plan=plan, deterministic=plan == "backend")
+    disturbed(tmp_path, *deaths, workers=2, most=9, config=config)
+    assert died(tmp_path, *deaths)
+    files, threads = zip(*dying.belongings(tmp_path), strict=True)
+    assert len(files) == 6
+    # The first loss loads and opens what stays.
+    assert min(files[-2:]) <= files[1], files
+    assert min(threads[-2:]) <= threads[1], threads
+
+
 # ---------------------------------------------------------------- under torchrun
 
 
@@ -182,6 +196,7 @@ class Host:
 
     def __exit__(self, *_):
         self.kill()
+        self.agent.stdout.close()
 
     def workers(self):
         return dying.children(self.agent.pid)
