@@ -37,22 +37,30 @@ _SLAB = 64
 
 
 def open_sources(
-    config: Config, data: Any = None, cluster: Cluster | None = None, training: bool = True
+    config: Config,
+    data: Any = None,
+    cluster: Cluster | None = None,
+    training: bool = True,
+    left_out: Sequence[int] | None = None,
 ) -> tuple[Source, Source]:
     """The training and the validation images of a run; `data` is a caller's own set, or two of
     them.
 
     With a cluster, all of whose workers call it, the images of a folder are looked at first (unless
-    `training`, those of validation alone), and all that cannot be read are named or left out. With
-    data.tuning_share the validation images stay unseen: some of the training images take their
-    place.
+    `training`, those of validation alone), and all that cannot be read are named or left out;
+    `left_out` are those that such a look has found before. With data.tuning_share the validation
+    images stay unseen: some of the training images take their place.
     """
-    sources = _open(config, data, cluster, training)
+    sources = _open(config, data, cluster, training, left_out)
     return for_tuning(sources, config.data.tuning_share)
 
 
 def _open(
-    config: Config, data: Any, cluster: Cluster | None, training: bool
+    config: Config,
+    data: Any,
+    cluster: Cluster | None,
+    training: bool,
+    left_out: Sequence[int] | None,
 ) -> tuple[Source, Source]:
     kind = config.data.kind
     if config.data.skip_bad and (data is not None or kind != "folder"):
@@ -63,7 +71,8 @@ def _open(
     if data is not None:
         return open_own(config, data)
     if kind in ("pack", "folder"):
-        return open_stored(config, cluster=cluster, training=training)
+        looking = cluster if left_out is None else None
+        return open_stored(config, left_out or (), looking, training)
     if kind == "own":
         raise UserError(
             "data.source is own but no data was given: megabatch.train(config, data=...)"

@@ -15,6 +15,7 @@ import time
 from typing import Any, NamedTuple
 
 from megabatch.cluster import Cluster
+from megabatch.elastic.link import supervised
 from megabatch.sync.lanes import Closed, Reduction
 
 _PATIENCE_SECONDS = 1.0
@@ -69,6 +70,11 @@ class Heartbeat:
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._over: Stalled | None = None
+        self._given_up: Stalled | None = None
+        # Under a supervisor the run goes on without a lost worker, and it says which that is.
+        self._ending = contextlib.ExitStack()
+        if (link := supervised()) is not None:
+            self._ending.enter_context(link.telling(self._give_up))
         self._pulse()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
@@ -88,15 +94,15 @@ class Heartbeat:
         with self._lock:
             self._waiting[reduction] = time.monotonic()
         reduction.then(lambda error: self._forget(reduction))
-        if self._over is not None:
-            reduction.end(self._over)
+        if (over := self._over or self._given_up) is not None:
+            reduction.end(over)
 
     def failed(self, reduction: Reduction, error: BaseException) -> None:
         """A lane saw an error; the sum ends when it is known whose fault it is."""
         with self._lock:
             if self._suspect is None:
                 self._suspect, self._suspected_at = error, time.monotonic()
-        if reduction not in self._waiting:
+        if reduction not in self._waiting or self._given_up is not None:
             reduction.end(error)
 
     def accuse(self, message: str) -> str:
@@ -114,6 +120,7 @@ class Heartbeat:
         if self._closing.is_set():
             return
         self._closing.set()
+        self._ending.close()
         atexit.unregister(self.close)
         if self._over is not None:
             return  # the process is about to end
@@ -125,6 +132,11 @@ class Heartbeat:
         with contextlib.suppress(Exception):  # the first to leave may take the store along
             self._pulse()
         del self._store  # the connection
+
+    def _give_up(self) -> None:
+        """A rank is gone, and known to be: whatever is waited for ends."""
+        self._given_up = Stalled("another rank was lost")
+        self._end_all(self._given_up)
 
     def _forget(self, reduction: Reduction) -> None:
         with self._lock:
@@ -139,6 +151,8 @@ class Heartbeat:
                 if not self._waiting:
                     return
                 verdict = f"the ranks can no longer meet: the store does not answer ({error})"
+            if self._given_up is not None:
+                return
             if verdict is not None:
                 self._end(f"{verdict}; rank {self._rank} was at {self._progress}")
                 return

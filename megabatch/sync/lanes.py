@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megabatch.elastic.link import world_is_lost
 from megabatch.plans import Move
 from megabatch.sync.program import Exchange, RankPhase
 from megabatch.sync.segment import Buffers, Segment
@@ -120,6 +121,8 @@ class ThreadLane:
             self._failure = Closed("closed before this sum was there")
             if (current := self._current) is not None:
                 current.end(self._failure)
+        elif world_is_lost():  # nothing is on its way any more: all connections are shut
+            _unfinished.clear()
         self.buffers.free()
 
     def begin(self, phases: tuple[RankPhase, ...], segment: Segment) -> None:
