@@ -5,8 +5,16 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from megabatch.errors import DONE, FAILED, INTERRUPTED, MISTAKE, RunFailed, UserError, nearest
-from megabatch.launch import WorkerFailed
+from megabatch.errors import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    MISTAKE,
+    RunFailed,
+    UserError,
+    WorkerFailed,
+    nearest,
+)
 from megabatch.verbs.examples import show_examples
 from megabatch.version import __version__
 

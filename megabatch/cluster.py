@@ -6,16 +6,18 @@ NCCL; a process group that is there already is believed before any variable.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megabatch.elastic.rounds import agree
 from megabatch.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ class Cluster:
     group: Any = field(default=None, repr=False)
     """the process group of these workers, where they are only some of all"""
     joined: bool = field(default=False, compare=False, repr=False)
-    """whether from_env made the process group, which leave() then ends"""
+    """whether this made the process group, which leave() then ends"""
+    timeout_seconds: float = field(default=600, compare=False, repr=False)
+    """how long a sum may take before a worker that does not come is given up"""
 
     @classmethod
     def from_env(
@@ -48,13 +52,15 @@ class Cluster:
         timeout_seconds: float = 600,
         *,
         group: Any = None,
+        meet_seconds: float | None = None,
     ) -> Cluster:
         """Join the workers that torchrun, srun, mpirun or megabatch itself started; alone
         otherwise.
 
         Where torch.distributed is initialised already (by Lightning, Accelerate, mp.spawn) its
         workers are taken, and all of them call this. `group` is a process group of some of them, as
-        for DistributedDataParallel(process_group=group); its members call this.
+        for DistributedDataParallel(process_group=group); its members call this. `meet_seconds`: for
+        the meeting alone, where all are known to be there.
         """
         import torch
         import torch.distributed as dist
@@ -73,7 +79,9 @@ class Cluster:
                 device = "cuda" if torch.cuda.is_available() else "cpu"
             chosen = _gpu(place) if device == "cuda" else torch.device("cpu")
             if place.world > 1:
-                _meet(place, _BACKENDS[chosen.type], timeout_seconds)
+                _meet(place, _BACKENDS[chosen.type], meet_seconds or timeout_seconds)
+                if meet_seconds is not None:
+                    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))
         else:
             everyone = dist.group.WORLD
             place = _place_in(everyone, os.environ, timeout_seconds)
@@ -90,6 +98,7 @@ class Cluster:
             grid,
             group,
             joined=place.world > 1 and not initialised,
+            timeout_seconds=timeout_seconds,
         )
 
     @property
@@ -136,8 +145,21 @@ class Cluster:
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, mine)
+        dist.all_gather_object(found, mine, group=self.group)
         return found
+
+    def apart(self) -> Cluster:
+        """The same workers in a process group of its own, whose messages mix with no others; all of
+        them call this, in the same order. Whoever asked for it calls leave()."""
+        import torch.distributed as dist
+
+        if self.group is not None:
+            raise UserError(
+                "the backend's own sums want all workers, and this cluster is a group of some: "
+                "name a plan"
+            )
+        own = dist.new_group(timeout=timedelta(seconds=self.timeout_seconds))
+        return replace(self, group=own, joined=True)
 
     def leave(self) -> None:
         """End the process group, if this is who made it; while an error is on its way out, leave
@@ -150,7 +172,9 @@ class Cluster:
 
         failing = sys.exc_info()[0] is not None
         if self.joined and dist.is_initialized() and not failing:
-            dist.destroy_process_group()
+            # Who has ended all process groups has ended this one.
+            with contextlib.suppress(ValueError, AssertionError):
+                dist.destroy_process_group(self.group)
 
 
 # --- who a worker is ---------------------------------------------------------------------------
@@ -348,7 +372,9 @@ def _meet(place: Place, backend: str, timeout_seconds: float) -> None:
             f"MEGABATCH_STORE to a file all can reach"
         )
     try:
-        if store is None and os.environ["MASTER_ADDR"] in _LOOPBACK:
+        if store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _agents_store(place, timedelta(seconds=timeout_seconds))
+        elif store is None and os.environ["MASTER_ADDR"] in _LOOPBACK:
             store = _loopback_store(place, timedelta(seconds=timeout_seconds))
         dist.init_process_group(
             backend,
@@ -357,7 +383,7 @@ def _meet(place: Place, backend: str, timeout_seconds: float) -> None:
             world_size=place.world,
             timeout=timedelta(seconds=timeout_seconds),
         )
-    except dist.DistNetworkError as error:
+    except (dist.DistNetworkError, TimeoutError) as error:
         address = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
         raise UserError(
             f"{me} but they cannot meet at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}: "
@@ -365,16 +391,24 @@ def _meet(place: Place, backend: str, timeout_seconds: float) -> None:
         ) from None
 
 
+def _agents_store(place: Place, timeout: timedelta) -> Any:
+    """The store that torchrun holds, a part of it for the workers of this round."""
+    import torch.distributed as dist
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    whole = dist.TCPStore(address, port, place.world, False, timeout)  # type: ignore[attr-defined]
+    rounds = _within("megabatch rounds", whole)
+    return _within(agree(rounds, place.rank, place.world, timeout.total_seconds()), whole)
+
+
 _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def _loopback_store(place: Place, timeout: timedelta) -> Any:
     """The store of workers that meet on one machine: it listens on the loopback, where torch's own
-    would on all interfaces. None where torchrun has one already."""
+    would on all interfaces."""
     import torch.distributed as dist
 
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     first = place.rank == 0
     how: dict[str, Any] = {}

@@ -19,6 +19,10 @@ class RunFailed(RuntimeError):
     """A run that cannot go on, and why, in its own words (exit status 1, no traceback)."""
 
 
+class WorkerFailed(RuntimeError):
+    """A local worker failed; the message names it and holds its own words."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The way out for an unknown name: the nearest known one, or all of them."""
     names = list(known)

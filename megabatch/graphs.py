@@ -2,7 +2,9 @@
 
 A pass of ResNet-50 is some 650 launches, 60 ms of the host's time whatever its size. Captured once,
 it is replayed for every micro-batch, since all have one shape: images, labels and the factor of the
-loss are copied to where the graph reads them, and its gradients always lie in the same place.
+loss are copied to where the graph reads them, and its gradients always lie in the same place. They
+are all there at its end: among several workers, passes that the host keeps up with run as they are,
+so that gradients leave meanwhile.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.passes import Found, FusedPass, Pass
 
@@ -72,12 +75,12 @@ class CapturedPass:
         return Found(*(tensor.detach() for tensor in found)), gradients
 
 
-def captured(
-    config: Config, device: torch.device, run: Pass, net: nn.Module
-) -> CapturedPass | None:
-    """The pass as a graph, if the config says so or the passes are small."""
-    capturable = device.type == "cuda" and isinstance(run, FusedPass)
+def captured(config: Config, cluster: Cluster, run: Pass, net: nn.Module) -> CapturedPass | None:
+    """The pass as a graph, if the config says so, or if nothing is to leave during backward, or
+    passes are small."""
+    capturable = cluster.device.type == "cuda" and isinstance(run, FusedPass)
     small = config.micro * config.data.size**2 < _SMALL_PIXELS
-    if config.graphs == "never" or not capturable or (config.graphs == "auto" and not small):
+    worth = small or cluster.world == 1
+    if config.graphs == "never" or not capturable or (config.graphs == "auto" and not worth):
         return None
     return CapturedPass(run, net)

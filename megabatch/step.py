@@ -120,6 +120,11 @@ class DelayedNumbers:
             kept = torch.tensor(without_stop(numbers), dtype=torch.float64)
             self._waiting.append((Step(**step), Arriving(kept), []))
 
+    @property
+    def last(self) -> Step:
+        """The step whose numbers came last."""
+        return self._waiting[-1][0]
+
     def put(self, step: Step, result: StepResult) -> StepNumbers | None:
         """Queue a step's numbers; returns the step before's, if there was one."""
         before = self.take()

@@ -65,9 +65,10 @@ def take_stop_requests() -> list[int]:
 
 
 @contextlib.contextmanager
-def stop_requests(speaks: bool) -> Iterator[Callable[[], bool]]:
-    """Whether a stop was asked for; the control vector tells the other workers."""
-    stop = StopAsked()
+def stop_requests(speaks: bool, stop: StopAsked | None = None) -> Iterator[Callable[[], bool]]:
+    """Whether a stop was asked for; the control vector tells the other workers. `stop` may know of
+    one already."""
+    stop = stop or StopAsked()
 
     def ask(_: int) -> None:
         if stop.ask() and speaks:

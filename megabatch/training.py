@@ -22,6 +22,7 @@ from megabatch.config import Config
 from megabatch.data.loader import Loader
 from megabatch.data.opening import open_sources
 from megabatch.data.source import Source
+from megabatch.elastic.worlds import Passage, in_worlds
 from megabatch.ema import put_averages
 from megabatch.errors import UserError
 from megabatch.parts import assemble, prepared
@@ -33,6 +34,7 @@ from megabatch.runs import checkpoint
 from megabatch.runs.diagnosis import diagnosis, divergence
 from megabatch.runs.folder import RunFolder, State
 from megabatch.runs.loggers import Log
+from megabatch.runs.memory import Memory, copied
 from megabatch.runs.progress import counted, counting, say, to_people
 from megabatch.runs.verdict import Clock, Effort, Facts, idle_workers
 from megabatch.step import DelayedNumbers, score, train_step
@@ -91,42 +93,115 @@ def train(
     data.opening.open_sources opened them, for one run after another: they stay the caller's.
     """
     config = _checked(config, model, data)
-    cluster = cluster or Cluster.from_env()
+    place = None if out is None else Path(out)
+
+    def run(cluster: Cluster, passage: Passage[Memory]) -> Summary:
+        return _train(config, model, data, sources, cluster, passage, place, resume, quiet)
+
+    return in_worlds(cluster or Cluster.from_env(), run)
+
+
+def _train(
+    config: Config,
+    model: nn.Module | None,
+    data: Any,
+    sources: tuple[Source, Source] | None,
+    cluster: Cluster,
+    passage: Passage[Memory],
+    place: Path | None,
+    resume: bool,
+    quiet: bool,
+) -> Summary:
+    """From wherever the run stands to its end, or until a worker of this world is lost."""
     log = Log(config, quiet or not cluster.first)
     with contextlib.ExitStack() as ending:
         ending.enter_context(compute_settings(config, cluster))
-        stop_asked = ending.enter_context(stop_requests(cluster.first and not quiet))
-        if sources is None:
+        speaks = cluster.first and not quiet
+        stop_asked = ending.enter_context(stop_requests(speaks, passage.stop))
+        if sources is None and not passage.again:
             log.say(f"reading the images: {_whose(config)}")
-            sources = open_sources(config, data, cluster)
-        train_set, val_set = sources
+        held = copied(passage.memory, cluster) if passage.copies else None
+        left_out = None if held is None else held.left_out
+        train_set, val_set = sources or open_sources(config, data, cluster, left_out=left_out)
         images, total = len(train_set), config.epochs * len(train_set)
-        log.say(f"building the model: {config.model}")
+        if not passage.again:
+            log.say(f"building the model: {config.model}")
         net = ending.enter_context(prepared(config, cluster, train_set.classes, model))
         parts = ending.enter_context(assemble(config, cluster, net, own=model is not None))
-        place = None if out is None else Path(out)
         folder = ending.enter_context(RunFolder(place, config, cluster))
-        state = folder.begin(resume, parts)
+        begun = passage.resumes and place is not None
+        state = folder.begin(resume or begun, parts, None if held is None else held.put(parts))
+        passage.begun()
         if train_set.class_names:
             folder.write("classes.json", list(train_set.class_names))
 
-        log.table(config.derived(images, cluster.world), f"megabatch train {config.name}")
-        log.begin(images, state.seen, folder.for_log)
+        if not passage.again:
+            log.table(config.derived(images, cluster.world), f"megabatch train {config.name}")
+        recent = () if held is None else held.recent
+        log.begin(images, state.seen, folder.for_log, recent)
         ending.callback(log.close)
         loader = Loader(train_set, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
         facts = _facts(config, cluster, train_set, loader)
         notes = (*train_set.notes, *filter(None, [parts.run.how]))
-        _say_first(log, config, cluster, notes, state, images)
+        if passage.again:
+            workers = f"{cluster.world} worker{'s' * (cluster.world > 1)}"
+            log.say(f"goes on at step {state.steps} on {workers}")
+        else:
+            _say_first(log, config, cluster, notes, state, images)
         delayed, clock = DelayedNumbers(state.pending), Clock(state.seconds)
         replicas = Replicas(cluster, config.compare_every, parts.engine.blocked)
         first_seen, ended = state.seen, "finished"
+        if held is not None and _reached(state, config):
+            ended = "target"
 
-        while state.seen < total and ended == "finished":
+        def memory() -> Memory:
+            state.pending, state.seconds = delayed.state(), clock.seconds
+            return Memory.of(state, log.recent, train_set.left_out, parts)
+
+        ending.enter_context(passage.keeping(memory))
+        while True:
+            # Now and then, after a step: evaluate, save, say what was waited for.
+            epoch, last = state.seen / images, state.seen >= total
+            if state.settled < state.steps:
+                step, paused = delayed.last, time.perf_counter()
+                if ended == "finished" and (last or _due(step.epoch, epoch, config.eval_every)):
+                    folder.wait()
+                    recompute_statistics(parts, loader, config.bn_recompute, cluster)
+                    with parts.average.in_place():
+                        held_out = loader.validation_images
+                        watched = log.evaluating(loader.validation(), held_out, cluster.world)
+                        waiting = parts.engine.blocked("the end of an evaluation")
+                        state.evaluated(score(net, watched, held_out, config, cluster, waiting))
+                    log.evaluation(state.steps, state.seen, epoch, state.evaluation)
+                    log.layers(step.index, state.seen, parts.layers(), config.ratio_band)
+                    if _reached(state, config):
+                        ended = "target"
+                saves = not last and _due(step.epoch, epoch, config.save_every)
+                compared = None
+                if saves and ended == "finished":
+                    compared = replicas.compare(state.steps, parts.replicated())
+                state.settled = state.steps
+                if saves and ended == "finished":
+                    folder.save(state, parts, clock.seconds, delayed.state_later(), compared)
+                clock.passed_over(time.perf_counter() - paused)
+                if _due(step.epoch, epoch, 1.0):
+                    clock.waited_for_others(parts.engine.exposed_seconds())
+                    reading = loader.waited_seconds, loader.busy_seconds, loader.core_seconds
+                    waits = clock.lap(*reading)
+                    own = waits.seconds - waits.communication
+                    effort = Effort(platform.node(), own, parts.engine.micro_batches())
+                    with parts.engine.blocked("the others' effort"):
+                        efforts = cluster.gather(effort)
+                    log.verdict(state.steps, state.seen, waits, facts, efforts)
+            if last or ended != "finished":
+                break
+
             step = step_at(config.all_stages, images, state.steps, state.seen, state.batch)
+            passage.enter(step.stage)
             result = train_step(
                 parts,
-                loader.share(step),
+                passage.heed(loader.share(step)),
                 step.batch,
                 lr=config.lr_at(step.epoch, step.batch),
                 momentum=config.momentum_at(step.stage),
@@ -134,7 +209,6 @@ def train(
                 propose=state.proposed,
             )
             state.steps, state.seen = step.index + 1, step.seen + step.batch
-            epoch, last = state.seen / images, state.seen >= total
 
             # What the host learns, a step later.
             with parts.engine.blocked("waiting for the device"):
@@ -151,34 +225,6 @@ def train(
             if replicas.due(state.steps):
                 replicas.compare(state.steps, parts.replicated())
             folder.check()
-
-            # Now and then: evaluate, save, say what was waited for.
-            paused = time.perf_counter()
-            if ended == "finished" and (last or _due(step.epoch, epoch, config.eval_every)):
-                folder.wait()
-                recompute_statistics(parts, loader, config.bn_recompute, cluster)
-                with parts.average.in_place():
-                    held_out = loader.validation_images
-                    watched = log.evaluating(loader.validation(), held_out, cluster.world)
-                    waiting = parts.engine.blocked("the end of an evaluation")
-                    state.evaluated(score(net, watched, held_out, config, cluster, waiting))
-                log.evaluation(state.steps, state.seen, epoch, state.evaluation)
-                log.layers(step.index, state.seen, parts.layers(), config.ratio_band)
-                target = config.target_accuracy
-                if target is not None and state.evaluation["top1"] >= target:
-                    ended = "target"
-            if not last and ended == "finished" and _due(step.epoch, epoch, config.save_every):
-                compared = replicas.compare(state.steps, parts.replicated())
-                folder.save(state, parts, clock.seconds, delayed.state_later(), compared)
-            clock.passed_over(time.perf_counter() - paused)
-            if _due(step.epoch, epoch, 1.0):
-                clock.waited_for_others(parts.engine.exposed_seconds())
-                waits = clock.lap(loader.waited_seconds, loader.busy_seconds, loader.core_seconds)
-                own = waits.seconds - waits.communication
-                effort = Effort(platform.node(), own, parts.engine.micro_batches())
-                with parts.engine.blocked("the others' effort"):
-                    efforts = cluster.gather(effort)
-                log.verdict(state.steps, state.seen, waits, facts, efforts)
 
         log.whole()
         seconds, training_seconds = clock.seconds, clock.training_seconds
@@ -325,6 +371,12 @@ def _peak_share(config: Config, cluster: Cluster, classes: int, rate: float) -> 
 def _due(before: float, after: float, every: float) -> bool:
     """Whether a multiple of `every` epochs was passed."""
     return every > 0 and int(after / every) > int(before / every)
+
+
+def _reached(state: State, config: Config) -> bool:
+    """Whether the last evaluation had the accuracy that was aimed at."""
+    target = config.target_accuracy
+    return target is not None and state.evaluation["top1"] >= target
 
 
 def _hopeless(numbers: StepNumbers, state: State, config: Config) -> bool:

@@ -14,29 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import MEGABATCH, last_json, megabatch, megabatch_process
 from PIL import Image
 
 from megabatch import models, recipes
 from megabatch.cli import VERBS, main
 
-MEGABATCH = [sys.executable, "-m", "megabatch.cli"]
 QUICK = ["--epochs", "1", "--device", "cpu"]
-
-
-def megabatch(*arguments, cwd=None, **options):
-    return subprocess.run(
-        [*MEGABATCH, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        timeout=240,
-        **options,
-    )
-
-
-def last_json(result):
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def folder_of_images(root, classes=("cat", "dog"), parts=("train", "val"), count=16):
@@ -55,7 +39,7 @@ def folder_of_images(root, classes=("cat", "dog"), parts=("train", "val"), count
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("cli") / "run"
     arguments = ["--workers", 2, "--out", out, "--deterministic", "--json"]
-    return out, megabatch("train", "digits", *QUICK, *arguments)
+    return out, megabatch_process("train", "digits", *QUICK, *arguments)
 
 
 def test_train_prints_one_json_object_last(finished):
@@ -137,15 +121,24 @@ def workers_of(pid):
     return found
 
 
+THREE_EPOCHS = ["--epochs", "3", "--device", "cpu", "--deterministic", "--json"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone") / "run"
+    return last_json(megabatch("train", "digits", *THREE_EPOCHS, "--workers", 1, "--out", out))
+
+
 @pytest.mark.parametrize("target", ["command", "worker"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_leaves_a_checkpoint_and_the_rest_is_as_if_nothing_happened(
-    tmp_path, target, number
+    uninterrupted, tmp_path, target, number
 ):
     mark = f"{target}-{int(number)}-{os.getpid()}"
-    flags = ["--epochs", "3", "--device", "cpu", "--deterministic", "--json"]
+    line = ["train", "digits", *THREE_EPOCHS, "--out", str(tmp_path / "run")]
     command = subprocess.Popen(
-        [*MEGABATCH, "train", "digits", *flags, "--workers", "3", "--out", str(tmp_path / "run")],
+        [*MEGABATCH, *line, "--workers", "3"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -165,14 +158,11 @@ def test_a_signal_leaves_a_checkpoint_and_the_rest_is_as_if_nothing_happened(
     stopped = json.loads(stdout.splitlines()[-1])
     assert stopped["ended"] == "stopped"
     assert "--resume" in stdout
-    again = megabatch(
-        "train", "digits", *flags, "--workers", 2, "--out", tmp_path / "run", "--resume"
-    )
+    again = megabatch(*line, "--workers", 1, "--resume")
     resumed = last_json(again)
     assert "resumed at step" in again.stderr
     assert stopped["seen"] < resumed["seen"]
-    alone = megabatch("train", "digits", *flags, "--workers", 1, "--out", tmp_path / "alone")
-    assert resumed["weights_sha256"] == last_json(alone)["weights_sha256"]
+    assert resumed["weights_sha256"] == uninterrupted["weights_sha256"]
 
 
 @pytest.mark.parametrize("verb", ["", *VERBS, "train digits", "plan digits", "bench step"])
@@ -336,7 +326,7 @@ def test_mistakes_get_one_sentence_and_status_2(arguments, says, tmp_path):
 
 def test_a_plan_that_is_none_is_refused_before_anything_starts():
     began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    mistaken(megabatch("train", "digits", "--plan", "nonesuch"), "there is no plan")
+    mistaken(megabatch_process("train", "digits", "--plan", "nonesuch"), "there is no plan")
     taken = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began
     assert taken < 1.5  # of a processor: no torch, no worker
 

@@ -63,7 +63,7 @@ def make_grad_sync(cluster):
 
 def make_lane(cluster):
     lane = Lane(cluster)
-    lane.send(lambda on_phase: dist.all_reduce(torch.ones(1)), 0)
+    lane.send(lambda on_phase: dist.all_reduce(torch.ones(1), group=lane.cluster.group), 0)
     lane.wait()
     lane.close()
     lane.close()

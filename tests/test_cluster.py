@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch.cluster import LAUNCHERS, Cluster, grid_of, place_by, under_launcher
-from megabatch.errors import UserError
-from megabatch.launch import WorkerFailed, run_local
+from megabatch.errors import UserError, WorkerFailed
+from megabatch.launch import run_local
 
 BIN = Path(sys.executable).parent
 PATIENCE_SECONDS = 120  # for what takes one or two on a quiet machine

@@ -2,14 +2,13 @@
 
 import contextlib
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy
 import onnxruntime
 import pytest
 import torch
+from commands import last_json, megabatch
 from PIL import Image
 from run_folders import real_run
 from safetensors import safe_open
@@ -21,16 +20,6 @@ from megabatch.data.opening import digits
 from megabatch.data.source import hold_out
 from megabatch.errors import UserError
 from megabatch.runs import checkpoint, trained
-
-
-def megabatch(*arguments, **options):
-    command = [sys.executable, "-m", "megabatch.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, **options)
-
-
-def last_json(result, status=0):
-    assert result.returncode == status, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megabatch.cluster import Cluster
-from megabatch.errors import UserError
-from megabatch.launch import WorkerFailed, run_local
+from megabatch.errors import UserError, WorkerFailed
+from megabatch.launch import run_local
 
 PATIENCE_SECONDS = 120  # for what takes one or two on a quiet machine
 
@@ -202,7 +202,7 @@ def await_signal(folder):
 def test_what_workers_print_is_not_lost():
     with launcher("run_local(4, print, 'a line')", stdout=subprocess.PIPE) as parent:
         said, _ = parent.communicate(timeout=PATIENCE_SECONDS)
-    assert said == "a line\n" * 4
+    assert sorted(said) == sorted("a line\n" * 4)  # they speak at once
 
 
 def test_four_workers_start_and_meet_sooner_than_one_interpreter_imports_torch():

@@ -18,7 +18,8 @@ MODULES = {
 }
 TORCH_FREE = [
     "errors", "version", "config", "plans.names", "schedule", "batch", "tree", "plans", "recipes",
-    "models", "noise", "optim", "planner", "cluster", "launch", "cli", "verbs.train", "verbs.plan",
+    "models", "noise", "optim", "planner", "cluster", "elastic.supervisor", "launch", "cli",
+    "verbs.train", "verbs.plan",
 ]  # fmt: skip
 
 # Each room may import those before it in this list (and its own); nothing goes up.
@@ -28,7 +29,7 @@ LEVELS = [
     ["optim", "kernels"],
     ["batch", "models"],
     ["config"],
-    ["recipes", "cluster", "launch", "layers", "keyed", "planner", "compiling"],
+    ["recipes", "cluster", "elastic", "launch", "layers", "keyed", "planner", "compiling"],
     ["batchnorm", "noise"],
     ["precision", "finetune", "data", "process", "sync"],
     ["ema", "runs"],

@@ -1,10 +1,12 @@
 """The tree over real workers, and the bucket engine: exact sums, exact means, the same bits."""
 
+import contextlib
 import itertools
 import os
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
 from megabatch.cluster import Cluster
@@ -153,6 +155,37 @@ def test_the_engine_sums_exactly_by_any_plan(world):
         assert unused == [0.0] * 3
         assert last == [[0.0, 10.0]] * 5
         assert control == [7 * 55 + 5 * 30, 0.0, 0.0, 10.0, 20.0, 30.0, 10.0]
+
+
+def two_engines(cluster, trees, steps):
+    """Two nets of one size, an engine each; on every other worker the second one's gradients come
+    first. The steps whose sums were not the nets' own."""
+    nets, wrong = [Integers(), Integers()], []
+    with contextlib.ExitStack() as ending:
+        engines = [
+            ending.enter_context(GradientSum(net, cluster, tree=tree, bucket_bytes=50))
+            for net, tree in zip(nets, trees, strict=True)
+        ]
+        for step in range(steps):
+            places = (0, 1) if (step + cluster.rank) % 2 else (1, 0)
+            for place in places:
+                engines[place].begin(cluster.world)
+            for place in places:
+                loss = nets[place](float(100 * place + cluster.rank))
+                engines[place].backward(loss, torch.zeros(3))
+            for engine in engines:  # one after the other: each sends its control vector and waits
+                engine.finish()
+            for place, net in enumerate(nets):
+                total = sum(100 * place + rank + 1 for rank in range(cluster.world))
+                if not net.first.grad.eq(total).all():
+                    wrong.append((step, place, net.first.grad[0].item(), total))
+    return wrong
+
+
+@pytest.mark.parametrize("trees", [(False, False), (True, True), (False, True)])
+@pytest.mark.parametrize("world", [2, 3])
+def test_two_engines_in_one_process_do_not_mix_their_sums(world, trees):
+    assert run_ranks(two_engines, world, trees, 20) == [[]] * world
 
 
 def mean_gradient(count, micro):

@@ -110,14 +110,18 @@ def weights_after(config, steps):
     return torch.cat([t.flatten().double() for t in net.state_dict().values()])
 
 
+# In single precision the same runs lie 1e-8 apart.
+STEPS_IN_DOUBLE = 20
+
+
 @pytest.fixture(scope="module")
 def alone_in_double():
-    return weights_after(replace(CONFIG, precision="fp64"), 50)
+    return weights_after(replace(CONFIG, precision="fp64"), STEPS_IN_DOUBLE)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 6, 8])
 def test_without_the_tree_double_precision_agrees_to_1e_12(alone_in_double, world):
-    found = run_local(world, weights_after, replace(CONFIG, precision="fp64"), 50)
+    found = run_local(world, weights_after, replace(CONFIG, precision="fp64"), STEPS_IN_DOUBLE)
     assert (found - alone_in_double).norm() / alone_in_double.norm() < 1e-12
 
 

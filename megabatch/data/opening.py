@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,30 @@ _SLAB = 64
 
 
 def open_sources(
-    config: Config, data: Any = None, cluster: Cluster | None = None, training: bool = True
+    config: Config,
+    data: Any = None,
+    cluster: Cluster | None = None,
+    training: bool = True,
+    left_out: Sequence[int] | None = None,
 ) -> tuple[Source, Source]:
     """The training and the validation images of a run; `data` is a caller's own set, or two of
     them.
 
     With a cluster, all of whose workers call it, the images of a folder are looked at first (unless
-    `training`, those of validation alone), and all that cannot be read are named or left out. With
-    data.tuning_share the validation images stay unseen: some of the training images take their
-    place.
+    `training`, those of validation alone), and all that cannot be read are named or left out;
+    `left_out` are those that such a look has found before. With data.tuning_share the validation
+    images stay unseen: some of the training images take their place.
     """
-    sources = _open(config, data, cluster, training)
+    sources = _open(config, data, cluster, training, left_out)
     return for_tuning(sources, config.data.tuning_share)
 
 
 def _open(
-    config: Config, data: Any, cluster: Cluster | None, training: bool
+    config: Config,
+    data: Any,
+    cluster: Cluster | None,
+    training: bool,
+    left_out: Sequence[int] | None,
 ) -> tuple[Source, Source]:
     kind = config.data.kind
     if config.data.skip_bad and (data is not None or kind != "folder"):
@@ -62,7 +71,8 @@ def _open(
     if data is not None:
         return open_own(config, data)
     if kind in ("pack", "folder"):
-        return open_stored(config, cluster=cluster, training=training)
+        looking = cluster if left_out is None else None
+        return open_stored(config, left_out or (), looking, training)
     if kind == "own":
         raise UserError(
             "data.source is own but no data was given: megabatch.train(config, data=...)"
@@ -248,18 +258,19 @@ def staged(path: Path, folder: Path) -> Path:
 
 def digits(data: Data) -> Memory:
     """1,797 grey digits of 8 x 8 pixels (enlarged when the model wants more)."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
+    found = find_spec("sklearn")
+    if found is None or found.origin is None:
         raise UserError(
             "the digits live in scikit-learn, which is not installed: pip install 'megabatch[demo]'"
-        ) from None
-    bunch = load_digits()
-    images = torch.from_numpy(bunch.images).mul(16).clamp(0, 255)[:, None].float()
+        )
+    # The file itself: to import scikit-learn takes each worker longer than a whole epoch.
+    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    rows = torch.from_numpy(numpy.loadtxt(file, dtype=numpy.uint8, delimiter=","))
+    images = rows[:, :64].view(-1, 1, 8, 8).float().mul(16).clamp(0, 255)
     if data.size != 8:
         images = interpolate(images, size=(data.size, data.size), mode="bilinear")
     images = images.round().to(torch.uint8).repeat(1, data.channels, 1, 1)
-    return Memory(images, torch.from_numpy(bunch.target).long(), 10, tuple("0123456789"))
+    return Memory(images, rows[:, 64].long(), 10, tuple("0123456789"))
 
 
 def synthetic(config: Config, drawn_on: torch.device) -> Memory:

@@ -91,7 +91,7 @@ def doubts(name: str, config: Config, images: int | None = None) -> list[str]:
         return []
     rows = BY_BATCH[name].rows
     batch = same_share(config.batch, images, BY_BATCH[name].images)
-    needed, said = row_at(rows, batch).epochs, [in_doubt(rows, batch)]
+    needed, said = row_at(rows, batch).epochs, [in_doubt(rows, batch, config.batch)]
     lost = lost_points(config.epochs, needed)
     if lost > 0:
         said.append(

@@ -71,14 +71,16 @@ def fitted(config: Config) -> Config:
     return replace(config, span=span, micro=spans * span)
 
 
-def in_doubt(rows: Sequence[Row], batch: float) -> str | None:
-    """What is not known of a batch outside the rows, in one sentence."""
+def in_doubt(rows: Sequence[Row], batch: float, given: int) -> str | None:
+    """What is not known of a batch outside the rows, in one sentence; `given` is what it was called
+    before it was carried over from other data."""
     least, most = rows[0].batch, rows[-1].batch
     if least <= batch <= most:
         return None
+    carried = "" if batch == given else f", by its share of the images {batch:,.0f} there,"
     side, row = ("below", least) if batch < least else ("above", most)
     return (
-        f"a batch of {batch:,.0f} lies {side} what was verified ({least:,} to {most:,}): the "
+        f"a batch of {given:,}{carried} lies {side} what was verified ({least:,} to {most:,}): the "
         f"settings are those of {row:,} with the rate in proportion, and may want tuning"
     )
 

@@ -1,7 +1,7 @@
 """Mikami et al. 2018 (1811.05233), ImageNet in a flash: batch-size control and the 2D torus.
 
 Its first version grew the batch; the second smoothed the labels. The number of workers may change
-where the batch does: stop there, and resume on as many as are wanted.
+where the batch does: --workers 4,8, or stop there and resume on as many as are wanted.
 """
 
 from __future__ import annotations

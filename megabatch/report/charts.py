@@ -86,14 +86,14 @@ def chart(
             {
                 "name": line.name,
                 "run": line.run,
-                "x": [_brief(v) for v in line.middle[0]],
-                "y": [_brief(v) for v in _middle(line)],
+                "x": [brief(v) for v in line.middle[0]],
+                "y": [brief(v) for v in _middle(line)],
             }
             for line in lines
         ],
     }
     said = ", ".join(word for word in (unit, "log scale" if log else "") if word)
-    return _figure(title, said, _plot(parts, words, told), wide)
+    return figure(title, said, plot(parts, words, told), wide)
 
 
 def _middle(line: Line) -> list[float]:
@@ -192,13 +192,13 @@ def shares(title: str, names: Sequence[str], colours: Sequence[str], epochs: Seq
                 "name": name,
                 "run": None,
                 "fill": fill,
-                "x": [_brief(v) for v in epochs],
-                "y": [_brief(row[at]) for row in rows],
+                "x": [brief(v) for v in epochs],
+                "y": [brief(row[at]) for row in rows],
             }
             for at, (name, fill) in enumerate(zip(names, colours, strict=True))
         ],
     }
-    return _figure(title, unit, _plot(parts, words, told))
+    return figure(title, unit, plot(parts, words, told))
 
 
 # Dark to light through violet, red and yellow: readable on either ground, in grey and to most
@@ -245,8 +245,8 @@ def heat_map(
     ]
     told = {
         "names": list(names),
-        "epochs": [_brief(v) for v in epochs],
-        "cells": [[_brief(v) for v in row] for row in cells],
+        "epochs": [brief(v) for v in epochs],
+        "cells": [[brief(v) for v in row] for row in cells],
     }
     row_px = 15 if len(names) > 24 else 20
     stops = ",".join(ramp(at / 8) for at in range(9))
@@ -259,15 +259,15 @@ def heat_map(
         f'<span title="{text(name)}"><bdi>{text(name.removesuffix(cut))}</bdi></span>'
         for name in names
     )
-    plot = _plot(parts, words, told, f"height:{row_px * len(names)}px")
+    drawn = plot(parts, words, told, f"height:{row_px * len(names)}px")
     return (
         f'<figure class="wide"><figcaption>{text(title)}{scale}</figcaption>'
-        f'<div class="heat" style="--row:{row_px}px"><div class="names">{labels}</div>{plot}</div>'
+        f'<div class="heat" style="--row:{row_px}px"><div class="names">{labels}</div>{drawn}</div>'
         "</figure>"
     )
 
 
-def _plot(parts: Sequence[str], words: Sequence[str], told: dict[str, Any], style: str = "") -> str:
+def plot(parts: Sequence[str], words: Sequence[str], told: dict[str, Any], style: str = "") -> str:
     data = json.dumps(told, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'<div class="plot" style="{style}">'
@@ -277,11 +277,11 @@ def _plot(parts: Sequence[str], words: Sequence[str], told: dict[str, Any], styl
     )
 
 
-def _figure(title: str, unit: str, plot: str, wide: bool = False) -> str:
+def figure(title: str, unit: str, drawn: str, wide: bool = False) -> str:
     extra = f"<small>{text(unit)}</small>" if unit else ""
     kind = "wide" if wide else "narrow"
-    return f'<figure class="{kind}"><figcaption>{text(title)}{extra}</figcaption>{plot}</figure>'
+    return f'<figure class="{kind}"><figcaption>{text(title)}{extra}</figcaption>{drawn}</figure>'
 
 
-def _brief(value: float) -> float | None:
+def brief(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -37,7 +37,9 @@ const lines = (told, share) => {
     rows.push(row(line.name, say(line.y[at], told.percent),
       line.fill ? `var(--${line.fill})` : `var(--c${line.run % 8})`, line.fill));
   }
-  return [row("epoch " + (near == null ? "" : +near.toPrecision(4)), ""), ...rows];
+  const where = near == null ? "" : told.batches ? Math.round(2 ** near).toLocaleString("en")
+    : +near.toPrecision(4);
+  return [row((told.batches ? "batch " : "epoch ") + where, ""), ...rows];
 };
 const cell = (told, share, down) => {
   const column = Math.min(told.epochs.length - 1, Math.floor(share * told.epochs.length));

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import math
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +53,8 @@ class State:
     best_top1: float = 0.0
     last_top1s: list[float] = field(default_factory=list)
     """of the last evaluations, five at most"""
+    settled: int = 0
+    """steps after which all that was due (evaluation, checkpoint) is done"""
     seconds: float = 0.0
     skipped: int = 0
     """steps in a row, up to the last one read, that did not count"""
@@ -78,8 +81,11 @@ class State:
     def of(saved: dict[str, Any], stages: int) -> State:
         """What a checkpoint of a run with so many stages holds; an error where that can be no
         run's."""
-        state = State(**{**saved, "noise": NoiseScale(**saved["noise"])})
-        counts = (state.seen, state.steps, state.proposed, state.skipped, state.batch or 0)
+        # A checkpoint was always made when all that was due was done, also before it said so.
+        settled = saved.get("settled", saved["steps"])
+        state = State(**{**saved, "settled": settled, "noise": NoiseScale(**saved["noise"])})
+        counts = [state.seen, state.steps, state.settled, state.proposed, state.skipped]
+        counts += [state.batch or 0]
         numbers = (*asdict(state.noise).values(), state.seconds, *state.evaluation.values())
         numbers = (*numbers, state.best_top1, *state.last_top1s)
         steps = [Step(**step) for step, _ in state.pending]
@@ -101,6 +107,7 @@ class State:
 
 _SCALE = [one.name for one in fields(StepNumbers)].index("loss_scale") - 1
 """where the loss scale stands in a waiting step's numbers"""
+_RUN_ID, _RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
 _OTHERS_SECONDS = 5.0
 """the workers of a run that was killed need a moment to end"""
 
@@ -133,19 +140,22 @@ class RunFolder:
         if self._writes and isinstance(error, OSError) and error.errno in full:
             raise self._cannot(error) from error
 
-    def begin(self, resume: bool, saved: Saved) -> State:
-        """The state a run begins with: nothing seen, or the newest good checkpoint's."""
+    def begin(self, resume: bool, saved: Saved, held: State | None = None) -> State:
+        """The state a run begins with: nothing seen, or the newest good checkpoint's, or what its
+        workers hold of it."""
         if self.path is None:
             if resume:
                 raise UserError("resume was asked for but no run folder was named: give out")
-            return State()
+            return held or State()
         found = self._cluster.agree(lambda: self._open(resume))
-        state = State()
-        if found is not None:
+        state = held or State()
+        if found is not None and held is None:
             with checkpoint.fitting(found):
                 state = State.of(checkpoint.load(found, saved), len(self._config.all_stages))
         if self._writes:
-            drop_after(self.path / "metrics.jsonl", state.seen, state.steps - len(state.pending))
+            # What is due after the last step will be done again.
+            evaluated = state.seen if state.settled == state.steps else state.seen - 1
+            drop_after(self.path / "metrics.jsonl", evaluated, state.steps - len(state.pending))
         return state
 
     def _open(self, resume: bool) -> Path | None:
@@ -154,7 +164,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take()
-            if written.exists() and not resume:
+            if written.exists() and not resume and not self._relaunched():
                 raise UserError(
                     f"{self.path} holds a run already: add --resume to go on with it, "
                     f"or name another --out"
@@ -167,12 +177,27 @@ class RunFolder:
             if not written.exists() or written.read_text() != config:
                 write_whole(written, config.encode())
             environs = {**environment(), "world": self._cluster.world, "process": mark()}
+            environs["launch"] = os.environ.get(_RUN_ID)
             _write_json(self.path / "environment.json", environs)
         except OSError as error:
             raise UserError(
                 f"the run folder {self.path} cannot be written: {error.strerror or error}"
             ) from error
         return checkpoint.newest(self.path / "checkpoints")
+
+    def _relaunched(self) -> bool:
+        """Whether torchrun has started these workers anew, for the run that is here: one failed, or
+        a host came or went."""
+        assert self.path is not None
+        if int(os.environ.get(_RESTARTS) or 0) > 0:
+            return True
+        launch = os.environ.get(_RUN_ID)
+        try:
+            found = json.loads(read_plain(self.path / "environment.json", 1 << 20))
+            # "none": it was given no name.
+            return launch not in (None, "", "none") and bool(found["launch"] == launch)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return False
 
     def _take(self) -> None:
         """Hold the folder's lock; it ends with this process, however that ends."""

@@ -40,6 +40,8 @@ from megabatch.sync.control import StepNumbers
 from megabatch.version import __version__
 
 Band = tuple[float, float]
+Record = tuple[str, dict[str, Any]]
+"""a line's kind, and the rest of it"""
 _LONGEST_LINE = 1 << 20
 
 
@@ -56,15 +58,24 @@ class Log:
         self._images = self._first_seen = 0
         self._pace, self._verdicts = Pace(), Verdicts()
         self._began = self._last = time.monotonic()
+        self.recent: list[Record] = []
+        """what was written, or would have been by the first worker, since the step before last: it
+        may be lost with who wrote it"""
 
-    def begin(self, images: int, seen: int, out: Path | None) -> None:
+    def begin(
+        self, images: int, seen: int, out: Path | None, recent: Sequence[Record] = ()
+    ) -> None:
         """The first step is next, of a run over so many images an epoch that has seen some already;
-        with `out` None nothing is written."""
+        with `out` None nothing is written. `recent` is of a log that another began."""
         if out is not None:
+            if recent:
+                drop_after(out / "metrics.jsonl", recent[0][1]["seen"], recent[0][1]["step"])
             from torch.utils.tensorboard import SummaryWriter
 
             self._file = (out / "metrics.jsonl").open("a")
             self._board = SummaryWriter(out / "tensorboard")
+        for record in recent:
+            self._write(*record)
         self._images, self._first_seen = images, seen
         if self._console.is_terminal and not self._console.quiet:
             self._shown = Bar(self._console, self._config.epochs, self._config.epochs * images)
@@ -175,6 +186,10 @@ class Log:
                 )
 
     def _write(self, kind: str, record: dict[str, Any]) -> None:
+        if kind == "train":
+            steps = [place for place, (what, _) in enumerate(self.recent) if what == "train"]
+            self.recent = self.recent[steps[-1] :] if steps else []
+        self.recent.append((kind, record))
         if self._file is None:
             return
         record = {k: v if not _not_finite(v) else None for k, v in record.items()}

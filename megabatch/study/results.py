@@ -5,12 +5,16 @@ The baseline is the recipe itself at the smallest batch there is.
 
 from __future__ import annotations
 
+import json
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megabatch.config import Config
+from megabatch.errors import UserError
 from megabatch.runs import record
 from megabatch.runs.record import Record, number
 from megabatch.study.spread import Mean, difference, mean
@@ -30,9 +34,19 @@ class Result:
     failure: str | None
 
     @property
+    def config(self) -> Config | None:
+        """As its folder has it; None where that is no config of this version."""
+        try:
+            return (
+                Config.from_json(json.dumps(self.run.config)).check() if self.run.config else None
+            )
+        except UserError:
+            return None
+
+    @property
     def rate(self) -> float:
-        """The learning rate that it warmed up to."""
-        return max((value for value in self.run.steps["lr"]), default=math.nan)
+        """The learning rate that it warms up to."""
+        return math.nan if self.config is None else self.config.lr.peak(self.config.batch)
 
     @property
     def noise_scale(self) -> float:
@@ -54,10 +68,6 @@ class Result:
         pairs = [(number(e.get("epoch")), number(e.get("top1"))) for e in self.run.evaluations]
         return [pair for pair in pairs if math.isfinite(sum(pair))]
 
-    def epochs_to(self, accuracy: float) -> float:
-        """Epochs until an evaluation reached that top-1 (inf: none did)."""
-        return next((epoch for epoch, top1 in self.curve if top1 >= accuracy), math.inf)
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -74,6 +84,19 @@ class Cell:
     @property
     def top1s(self) -> list[float]:
         return [run.top1 for run in self.finished]
+
+    @property
+    def curve(self) -> list[tuple[float, float]]:
+        """Epochs and top-1 of its evaluations, the mean over seeds."""
+        curves = [run.curve for run in self.finished]
+        return [
+            (points[0][0], statistics.fmean(top1 for _, top1 in points))
+            for points in zip(*curves, strict=False)
+        ]
+
+    def epochs_to(self, accuracy: float) -> float:
+        """Epochs until the mean curve reached a top-1 (nan: it did not)."""
+        return next((epoch for epoch, top1 in self.curve if top1 >= accuracy), math.nan)
 
     def summary(self, name: str) -> Mean:
         return mean([number(run.run.summary.get(name)) for run in self.finished])
@@ -107,26 +130,26 @@ class Study:
     def against_baseline(self, cell: Cell) -> Mean:
         """Top-1 less the baseline's, in points."""
         base = self.baseline
-        if base is None or not cell.finished:
+        if base is None or not cell.finished or cell is base:
             return mean([])
         return difference([100 * t for t in cell.top1s], [100 * t for t in base.top1s])
 
     def against_recipe(self, cell: Cell) -> Mean:
         """Top-1 less that of the recipe itself at the same batch, in points."""
         recipe = self.cell(RECIPE, cell.batch)
-        if recipe is None or not cell.finished or not recipe.finished:
+        if recipe is None or recipe is cell or not cell.finished or not recipe.finished:
             return mean([])
         return difference([100 * t for t in cell.top1s], [100 * t for t in recipe.top1s])
 
-    def epochs_to_baseline(self, cell: Cell, within: float = 0.0) -> Mean:
-        """Epochs until the runs of a cell reached what the baseline ended with, less `within` of
-        top-1; nan where one of them did not."""
-        base = self.baseline
-        if base is None or not cell.finished:
-            return mean([])
-        wanted = mean(base.top1s).value - within
-        found = [run.epochs_to(wanted) for run in cell.finished]
-        return mean(found) if all(map(math.isfinite, found)) else mean([])
+    def epochs_to_baseline(self, cell: Cell, share: float = 1.0) -> float:
+        """Epochs until a cell's mean curve reached what the baseline ended with, or a share of it
+        (nan: it did not)."""
+        if self.baseline is None or not cell.finished:
+            return math.nan
+        # The baseline reaches its own end, whatever the rounding of a mean.
+        return (
+            cell.epochs_to(share * self.baseline.curve[-1][1]) if self.baseline.curve else math.nan
+        )
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A line for each cell, for tables and JSON; None where a number is not known."""
@@ -144,7 +167,7 @@ class Study:
                 "to_baseline_half": _known(less.half),
                 "to_recipe": _known(arm.value),
                 "to_recipe_half": _known(arm.half),
-                "epochs_to_baseline": _known(self.epochs_to_baseline(cell).value),
+                "epochs_to_baseline": _known(self.epochs_to_baseline(cell)),
                 "steps": _known(cell.summary("steps").value),
                 "images_per_second": _known(cell.summary("images_per_second").value),
                 "seconds": _known(cell.summary("seconds").value),
@@ -160,6 +183,10 @@ class Study:
     def chosen_factors(self) -> dict[int, float]:
         found = {run.batch: self.chosen(run.batch) for run in self.tried}
         return {batch: run.factor for batch, run in found.items() if run is not None}
+
+    def chosen_rates(self) -> dict[int, float]:
+        found = {run.batch: self.chosen(run.batch) for run in self.tried}
+        return {batch: run.rate for batch, run in found.items() if run is not None}
 
     def search_in_words(self) -> Iterator[str]:
         """What was tried at each batch, and what was chosen."""

@@ -19,7 +19,7 @@ from megabatch.sync import control
 from megabatch.sync.choice import HYBRID
 from megabatch.sync.control import Control
 from megabatch.sync.senders import Exposed, Lane, Planned
-from megabatch.sync.summation import OnPhase, TreeSum, untold
+from megabatch.sync.summation import OnPhase, TreeSum
 from megabatch.tree import Node, deal
 
 
@@ -37,6 +37,8 @@ class Bucket:
         like = parameters[0].detach()
         self.tree = TreeSum(sum(self.sizes), like.to(sum_dtype(like)))
         self.missing = len(parameters)
+        self._views: dict[int, list[Tensor]] = {}
+        """of the tree's own vectors, which it uses again and again, by address"""
 
     def begin(self, count: int, dealt: Node) -> None:
         for p in self.parameters:
@@ -44,16 +46,20 @@ class Bucket:
         self.tree.begin(count, dealt)
 
     def views(self, flat: Tensor) -> list[Tensor]:
+        """A flat vector's pieces, each as its parameter is laid out."""
         # In each parameter's own layout: else what works on many tensors at once takes them singly.
-        pieces = zip(flat.split(self.sizes), self.parameters, strict=True)
-        return [piece.as_strided(p.shape, p.stride()) for piece, p in pieces]
+        return self._views.get(flat.data_ptr()) or [
+            piece.as_strided(p.shape, p.stride())
+            for piece, p in zip(flat.split(self.sizes), self.parameters, strict=True)
+        ]
 
     def collect(self) -> Tensor:
         """Move the parameters' gradients into the tree; returns their sum of squares."""
         flat = self.tree.fresh()
         # Backward may not have reached all of them.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        torch._foreach_copy_(self.views(flat), gradients)
+        views = self._views[flat.data_ptr()] = self.views(flat)
+        torch._foreach_copy_(views, gradients)
         for p in self.parameters:
             p.grad = None
         self.missing = len(self.parameters)
@@ -269,10 +275,12 @@ class GradientSum:
             self._planned.send(total, self._left, is_control=own is not None)
             return
 
-        def work(on_phase: OnPhase) -> None:
-            self._sums[tree] = tree.all_reduce(self._cluster, self._by_tree, own, on_phase)
-
         if self._lane is None:
-            work(untold)
-        else:
-            self._lane.send(work, self._left)
+            self._sums[tree] = tree.all_reduce(self._cluster, self._by_tree, own)
+            return
+        cluster = self._lane.cluster
+
+        def work(on_phase: OnPhase) -> None:
+            self._sums[tree] = tree.all_reduce(cluster, self._by_tree, own, on_phase)
+
+        self._lane.send(work, self._left)

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from megabatch.cluster import Cluster
+from megabatch.elastic.link import supervised
 from megabatch.errors import RunFailed
 from megabatch.sync.lanes import Closed, Reduction
 
@@ -27,6 +28,10 @@ _CLOSED = "closed"
 
 class Stalled(RunFailed):
     """A sum over the workers will not come; the message names the rank furthest behind."""
+
+
+class Lost(RuntimeError):
+    """A rank is gone, as the supervisor says: the run goes on without it."""
 
 
 class Progress(NamedTuple):
@@ -72,10 +77,16 @@ class Heartbeat:
         self._blocked: float | None = None
         self._suspect: BaseException | None = None
         self._suspected_at = 0.0
+        self._ended = False
         self._heard: dict[int, tuple[int, float]] = {}
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._over: Stalled | None = None
+        self._given_up: Lost | None = None
+        # Under a supervisor the run goes on without a lost worker, and it says which that is.
+        self._ending, self._link = contextlib.ExitStack(), supervised()
+        if self._link is not None:
+            self._ending.enter_context(self._link.telling(self._give_up))
         self._pulse()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
@@ -95,8 +106,8 @@ class Heartbeat:
         with self._lock:
             self._waiting[reduction] = time.monotonic()
         reduction.then(lambda error: self._forget(reduction))
-        if self._over is not None:
-            reduction.end(self._over)
+        if (over := self._over or self._given_up) is not None:
+            reduction.end(over)
 
     @contextlib.contextmanager
     def blocked(self, phase: str) -> Iterator[None]:
@@ -114,7 +125,7 @@ class Heartbeat:
         with self._lock:
             if self._suspect is None:
                 self._suspect, self._suspected_at = error, time.monotonic()
-        if reduction not in self._waiting:
+        if reduction not in self._waiting or self._given_up is not None:
             reduction.end(error)
 
     def accuse(self, message: str) -> str:
@@ -132,6 +143,7 @@ class Heartbeat:
         if self._closing.is_set():
             return
         self._closing.set()
+        self._ending.close()
         atexit.unregister(self.close)
         if self._over is not None:
             return  # the process is about to end
@@ -143,6 +155,11 @@ class Heartbeat:
         with contextlib.suppress(Exception):  # the first to leave may take the store along
             self._pulse()
         del self._store  # the connection
+
+    def _give_up(self) -> None:
+        """A rank is gone, and known to be: whatever is waited for ends."""
+        self._given_up = Lost("another rank was lost")
+        self._end_all(self._given_up)
 
     def _forget(self, reduction: Reduction) -> None:
         with self._lock:
@@ -157,6 +174,8 @@ class Heartbeat:
                 if self._since() is None:
                     continue
                 verdict = f"the ranks can no longer meet: the store does not answer ({error})"
+            if self._given_up is not None:
+                return
             if verdict is not None:
                 self._end(f"{verdict}; rank {self._rank} was at {self._progress}")
                 return
@@ -194,7 +213,15 @@ class Heartbeat:
             else f"lives but let the others wait for {self._late:g} s"
         )
         because = f"; the first error seen was: {self._suspect}" if self._suspect else ""
-        return self.accuse(f"rank {behind} {says}, last at {progress[behind]}{because}")
+        named = f"rank {behind} {says}, last at {progress[behind]}{because}"
+        if self._link is None:
+            return self.accuse(named)
+        # Under a supervisor who will not come is ended, once, and another takes its place.
+        if not self._ended:
+            self._ended = True
+            print(f"megabatch: {named}; it is ended", file=sys.stderr, flush=True)
+            self._link.end(behind)
+        return None
 
     def _since(self) -> float | None:
         """When this rank began to wait for what it waits for longest."""

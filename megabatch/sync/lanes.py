@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megabatch.elastic.link import world_is_lost
 from megabatch.plans import Move
 from megabatch.sync.program import Exchange, RankPhase
 from megabatch.sync.segment import Buffers, Segment
@@ -56,10 +57,6 @@ class Reduction:
             raise self._error
         for event in self.events:
             torch.cuda.current_stream().wait_event(event)
-
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
 
     def then(self, call: Callable[[BaseException | None], None]) -> None:
         """Call with the error, or None, at the end; from whichever thread ends it."""
@@ -119,12 +116,13 @@ class ThreadLane:
         self._closed = True
         atexit.unregister(self.close)
         self._work.put(None)
-        given_up = self._current is not None and self._current.done
-        self._thread.join(0 if given_up else _PATIENCE_SECONDS)
+        self._thread.join(_PATIENCE_SECONDS)
         if self._thread.is_alive():
             self._failure = Closed("closed before this sum was there")
             if (current := self._current) is not None:
                 current.end(self._failure)
+        elif world_is_lost():  # nothing is on its way any more: all connections are shut
+            _unfinished.clear()
         self.buffers.free()
 
     def begin(self, phases: tuple[RankPhase, ...], segment: Segment) -> None:

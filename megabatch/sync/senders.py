@@ -9,6 +9,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from megabatch.sync.heartbeat import Heartbeat
 from megabatch.sync.lanes import Reduction
 from megabatch.sync.meeting import Disagreement, Meeting
 from megabatch.sync.summation import OnPhase, untold
+
+_PATIENCE_SECONDS = 2.0
 
 
 class Exposed:
@@ -61,17 +64,20 @@ class Exposed:
 
 
 class Lane:
-    """Where the backend's own sums over workers run beside backward, under a heartbeat: a thread on
-    CPU, a stream on CUDA; in order.
+    """Where the backend's own sums run beside backward, in order, under a heartbeat: a thread or a
+    CUDA stream.
 
-    Every worker makes it, in the same order as its others. `silent_seconds` None: no heartbeat.
+    Every worker makes it, in the same order as its others. `cluster` is then the same workers in a
+    process group of this lane's own: the threads of two lanes may come to a group they share in
+    another order on each worker, and their sums would mix. `silent_seconds` None: no heartbeat.
     """
 
     def __init__(
         self, cluster: Cluster, silent_seconds: float | None = 60, late_seconds: float = 600
     ) -> None:
-        cuda = cluster.device.type == "cuda"
-        self._stream = torch.cuda.Stream(cluster.device) if cuda else None
+        self.cluster = cluster.apart()
+        device = cluster.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = None if self._stream else ThreadPoolExecutor(1, "lane")
         self._sent: list[Reduction] = []
         self._at_work: list[Future[None]] = []
@@ -110,12 +116,16 @@ class Lane:
         self._sent, self._at_work = [], []
 
     def close(self) -> None:
-        """End the thread; one that waits for a worker that failed is left to the process's end."""
+        """End the thread and the group; what waits for a worker that failed is left to the
+        process's end."""
         if self.heartbeat is not None:
             self.heartbeat.close()
+        # A moment for what was given up to feel it.
+        over = not futures.wait(self._at_work, _PATIENCE_SECONDS).not_done
         if self._thread is not None:
-            over = all(work.done() for work in self._at_work)
             self._thread.shutdown(over, cancel_futures=True)
+        if over:
+            self.cluster.leave()
 
 
 def _do(work: Callable[[OnPhase], None], on_phase: OnPhase, reduction: Reduction) -> None:

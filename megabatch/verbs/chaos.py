@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,8 +20,8 @@ from megabatch.chaos.rounds import Outcome, disturbed, undisturbed
 from megabatch.config import Config
 from megabatch.errors import DONE, FAILED, UserError, nearest
 from megabatch.scratch import scratch
-from megabatch.verbs.parsing import parse, parse_some
-from megabatch.verbs.train import Launch, Size
+from megabatch.verbs.parsing import parse
+from megabatch.verbs.sizing import sized
 from megabatch.verbs.workers import check_workers
 from megabatch.verbs.writing import say
 
@@ -97,13 +97,8 @@ def run(arguments: list[str]) -> int:
 
 def _read_flags(name: str, arguments: list[str]) -> tuple[Chaos, Config]:
     words = f"chaos {name}"
-    size = parse_some(Size, words, arguments)
     # The same bits whatever happens, and workers that are not waited for too long.
-    recipe = replace(
-        recipes.named(name, size.epochs, size.batch),
-        deterministic=True,
-        patience=_PATIENCE_SECONDS,
-    )
+    recipe = replace(sized(name, words, arguments), deterministic=True, patience=_PATIENCE_SECONDS)
     flags = parse(ChaosFlags, words, arguments, ChaosFlags(Chaos(), recipe))
     chaos, config = flags.chaos, flags.config.check()
     if not config.deterministic:
@@ -123,7 +118,9 @@ def _read_flags(name: str, arguments: list[str]) -> tuple[Chaos, Config]:
 def _rounds(chaos: Chaos, config: Config, place: Path, disk: Path | None) -> list[Outcome]:
     written = place / "config.json"
     written.write_text(config.to_json())
-    flags = ["--workers", str(chaos.workers), "--device", "cpu", "--json", *_supervision()]
+    # Lost workers are replaced, as often as it takes and as soon as they are silent.
+    flags = ["--workers", str(chaos.workers), "--device", "cpu", "--json"]
+    flags += ["--max-restarts", "1000", "--silent-seconds", f"{_PATIENCE_SECONDS:g}"]
     command = [sys.executable, "-m", "megabatch.cli", "train", str(written), *flags]
     say(f"the undisturbed run, on {chaos.workers} workers")
     whole = undisturbed(Job(command, (disk or place) / "whole"))
@@ -139,13 +136,3 @@ def _rounds(chaos: Chaos, config: Config, place: Path, disk: Path | None) -> lis
         if disk is not None or chaos.keep_runs is None:
             shutil.rmtree(out, ignore_errors=True)
     return outcomes
-
-
-def _supervision() -> list[str]:
-    """Where lost workers are replaced, as often as it takes and as soon as they are silent."""
-    known = {one.name for one in fields(Launch)}
-    asked = {"max_restarts": "1000", "silent_seconds": f"{_PATIENCE_SECONDS:g}"}
-    words = [
-        [f"--{name.replace('_', '-')}", value] for name, value in asked.items() if name in known
-    ]
-    return [word for pair in words for word in pair]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shlex
+import sys
 import textwrap
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,8 +25,9 @@ from megabatch.study.arms import ARMS
 from megabatch.study.trials import RECIPE, Plan
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
+from megabatch.verbs.sizing import doubts, sized
 from megabatch.verbs.workers import on_workers
-from megabatch.verbs.writing import say
+from megabatch.verbs.writing import say, say_result, write_whole
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Sweep:
     """local workers (None: one a GPU, or two without a GPU)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the workers compute"""
+    keep_epochs: bool = False
+    """where a recipe's length follows the batch: keep the length"""
     retry: bool = False
     """run again what failed before"""
     keep_checkpoints: bool = False
@@ -69,7 +75,6 @@ class StudyFlags:
 class Given:
     """What is looked at before the recipe is known."""
 
-    epochs: float | None = None
     batch: int | None = None
     micro: int | None = None
     save_every: float | None = None
@@ -87,6 +92,10 @@ def _run(arguments: list[str]) -> int:
         known = ", ".join(recipes.RECIPES)
         raise UserError(f"study needs a recipe: one of {known}, or the config.json of a run")
     plan, flags = read_flags(arguments[0], arguments[1:])
+    if not under_launcher():
+        for (arm, _), config in plan.configs.items():
+            for sentence in doubts(arguments[0], config) if arm == RECIPE else ():
+                say(sentence, progress=True)
     name = next(iter(plan.configs.values())).name
     out = flags.out or f"runs/study-{name}"
     call = (plan, out, flags)
@@ -126,7 +135,7 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Plan, Sweep]:
     given = parse_some(Given, words, arguments)
     if given.batch is not None:
         raise UserError("a study has several batches: give --batches 256,1024, say")
-    first = recipes.named(name, given.epochs)
+    first = sized(name, words, arguments)
     flags = parse(StudyFlags, words, arguments, StudyFlags(Sweep(), first)).sweep
     batches = _batches(flags.batches, "batches")
     if not batches:
@@ -157,7 +166,7 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Plan, Sweep]:
 
 def _at_batch(name: str, batch: int, words: str, arguments: list[str], given: Given) -> Config:
     """The recipe at a batch, with what the command line changes."""
-    recipe = recipes.named(name, given.epochs, batch)
+    recipe = sized(name, words, arguments, batch)
     # A study holds fixed batches against each other; batch-size control is an arm.
     recipe = replace(recipe, stages=())
     config = parse(StudyFlags, words, arguments, StudyFlags(Sweep(), recipe)).config
@@ -220,14 +229,33 @@ def _rates(words: str) -> list[float]:
 
 
 def _tell(out: Path, ended: str, flags: Sweep) -> int:
+    from megabatch.report.figure import error_figure
+    from megabatch.report.study import study_page
+    from megabatch.study.reading import reading
     from megabatch.study.results import read
 
     study = read(out)
     rows = list(study.rows())
     _show(rows)
+    page, said = out / "report.html", reading(study)
+    write_whole(page, study_page(study).encode(errors="replace"))
+    title = f"Top-1 error against batch size: {out.resolve().name}"
+    write_whole(out / "error.svg", error_figure(study, title).encode(errors="replace"))
+    say_result(said)
+    say_result(f"{page}")
     failed = sum(len(row["failed"]) for row in rows)
+    result = {
+        "out": str(out),
+        "ended": ended,
+        "report": str(page),
+        "reading": said,
+        "rows": rows,
+        "rates": study.chosen_rates(),
+        "forecast": None if math.isnan(study.forecast) else study.forecast,
+    }
+    written = {"command": sys.argv, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **result}
+    write_whole(out / "study.json", (json.dumps(written, indent=2) + "\n").encode())
     if flags.json:
-        result = {"out": str(out), "ended": ended, "rows": rows}
         print(json.dumps(result), flush=True)
     if ended == "stopped":
         say("stopped on request: the same command goes on", progress=True)

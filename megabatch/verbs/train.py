@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import textwrap
 import time
 from dataclasses import asdict, dataclass
@@ -12,22 +13,26 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from megabatch import models, recipes
-from megabatch.cluster import Cluster, under_launcher
+from megabatch.cluster import place_by, under_launcher
 from megabatch.config import Config
+from megabatch.elastic.supervisor import Losses
+from megabatch.elastic.worlds import meet
 from megabatch.errors import DONE, STOPPED, UserError
 from megabatch.stopping import keep_stop_requests
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
-from megabatch.verbs.workers import on_workers
-from megabatch.verbs.writing import say_result
+from megabatch.verbs.sizing import doubts, sized
+from megabatch.verbs.workers import MOST_WORKERS, check_workers, on_workers
+from megabatch.verbs.writing import say, say_result
 
 
 @dataclass(frozen=True)
 class Launch:
     """How a run is started; what shapes its result is the config's."""
 
-    workers: int | None = None
-    """local workers (None: one a GPU, or four without a GPU; under a launcher: the launcher's)"""
+    workers: str | None = None
+    """local workers, a number or one a batch stage: 2,4 (None: one a GPU, or four without a GPU;
+    under a launcher: the launcher's)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the workers compute"""
     grid: tuple[int, int] | None = None
@@ -36,16 +41,16 @@ class Launch:
     """the run's folder (None: runs/NAME-DATE)"""
     resume: bool = False
     """go on from the newest checkpoint in --out; from the beginning if there is none yet"""
+    keep_epochs: bool = False
+    """with --batch, where a recipe's length follows it: keep the length"""
+    max_restarts: int = 3
+    """losses of local workers (killed, stopped) that the run survives: new ones take their place"""
+    min_workers: int | None = None
+    """go on with this many when no more are replaced (None: end)"""
+    silent_seconds: float = 30.0
+    """a local worker without a sign of life for so long is ended, and counts as lost"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""
-
-
-@dataclass(frozen=True)
-class Size:
-    """The settings that change a whole recipe."""
-
-    epochs: float | None = None
-    batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,14 +82,57 @@ def _run(arguments: list[str]) -> int:
     config, launch = read_flags(arguments[0], arguments[1:])
     if launch.resume and launch.out is None:
         raise UserError("--resume needs --out: name the folder of the run that is to go on")
+    if not under_launcher():
+        for sentence in doubts(arguments[0], config):
+            say(sentence, progress=True)
     out = launch.out or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     call = (config, launch.device, launch.grid, out, launch.resume)
-    first, summary = on_workers(launch.workers, launch.device, 4, train_here, *call, stops=True)
+    workers = _workers_of(launch, config)
+    first, summary = on_workers(
+        workers[0] if workers else None,
+        launch.device,
+        4,
+        train_here,
+        *call,
+        stops=True,
+        losses=_losses(launch, workers),
+        by_stage=workers if len(set(workers)) > 1 else (),
+    )
     if first:
         _say(summary)
         if launch.json:
             print(json.dumps(summary), flush=True)
     return STOPPED if summary["ended"] == "stopped" else DONE
+
+
+def _workers_of(launch: Launch, config: Config) -> tuple[int, ...]:
+    """How many workers each batch stage has; the last number stands for those after it."""
+    words, stages = launch.workers, len(config.all_stages)
+    try:
+        asked = () if words is None else tuple(int(word) for word in words.split(","))
+    except ValueError:
+        raise UserError(
+            f"--workers is {words!r}: give a number, or one a batch stage with commas, 2,4 say"
+        ) from None
+    if len(asked) > stages:
+        raise UserError(
+            f"--workers is {words}, but the run has {stages} batch stage{'s' * (stages > 1)}: give "
+            f"one number, or one a stage"
+        )
+    for workers in asked:
+        check_workers(workers)
+    return asked
+
+
+def _losses(launch: Launch, workers: tuple[int, ...]) -> Losses:
+    if launch.max_restarts < 0:
+        raise UserError(f"--max-restarts is {launch.max_restarts}; give 0 or more")
+    least, most = launch.min_workers, min(workers, default=MOST_WORKERS)
+    if least is not None and not 1 <= least <= most:
+        raise UserError(f"--min-workers is {least}; give 1 to {most}, the number of workers")
+    if not 1 <= launch.silent_seconds <= 1e6:
+        raise UserError(f"--silent-seconds is {launch.silent_seconds:g}; give 1 or more")
+    return Losses(launch.max_restarts, least, launch.silent_seconds)
 
 
 def train_here(
@@ -93,19 +141,20 @@ def train_here(
     """The work of one worker: whether it is the first, and the summary."""
     from megabatch.training import train
 
-    cluster = Cluster.from_env(grid, device)
+    cluster = meet(grid, device)
     try:
-        return cluster.first, asdict(train(config, cluster=cluster, out=out, resume=resume))
+        summary = train(config, cluster=cluster, out=out, resume=resume)
     finally:
         cluster.leave()
+    # Who was first may have been lost.
+    return place_by(os.environ).rank == 0, asdict(summary)
 
 
 def read_flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
     """The config and the launch that `megabatch train NAME ...` asks for."""
     words = f"train {name}"
-    size = parse_some(Size, words, arguments)
-    # Another length or batch stretches the whole recipe; what is given explicitly still wins.
-    recipe = recipes.named(name, size.epochs, size.batch)
+    # Another length or batch changes the whole recipe; what is given explicitly still wins.
+    recipe = sized(name, words, arguments)
     flags = parse(TrainFlags, words, arguments, TrainFlags(Launch(), recipe))
     config = flags.config.check()
     # A recipe's own plan gives way to the tree; one that is asked for beside it contradicts it.

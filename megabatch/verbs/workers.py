@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.cluster import place_by, under_launcher
+from megabatch.elastic.supervisor import Losses
 from megabatch.errors import UserError
 from megabatch.launch import run_local
 from megabatch.verbs.writing import say
 
+_NO_LOSSES = Losses()
 MOST_WORKERS = 1024  # of one machine: more are a slip of the finger
 
 
@@ -22,11 +24,13 @@ def on_workers(
     function: Callable[..., Any],
     *arguments: Any,
     stops: bool = False,
+    losses: Losses = _NO_LOSSES,
+    by_stage: tuple[int, ...] = (),
 ) -> Any:
     """function(*arguments) on so many local workers, or here where a launcher started this process.
 
-    None asked for: one a GPU, `without_gpu` where there is none. `stops`: as run_local's. Returns
-    what the first returned.
+    None asked for: one a GPU, `without_gpu` where there is none. `stops`, `losses`
+    and `by_stage`: as run_local's. Returns what the first returned.
     """
     if under_launcher():
         if asked is not None:
@@ -38,9 +42,9 @@ def on_workers(
     workers = gpus(device) or without_gpu if asked is None else asked
     check_workers(workers)
     say(f"starting {_workers(workers)}, which load torch first", progress=True)
-    if workers == 1:
+    if workers == 1 and not by_stage:
         return function(*arguments)
-    return run_local(workers, function, *arguments, stops=stops)
+    return run_local(workers, function, *arguments, stops=stops, losses=losses, by_stage=by_stage)
 
 
 def check_workers(workers: int) -> None:

@@ -1,0 +1,163 @@
+"""A worker's way from world to world: it meets the others, works until one is lost, and meets those
+that are left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+from megabatch.cluster import Cluster
+from megabatch.elastic.link import Link, Standing, World, supervised
+from megabatch.errors import RunFailed, UserError
+from megabatch.stopping import StopAsked
+
+T = TypeVar("T")
+
+_MEET_SECONDS = 30.0
+"""all of a world are there when it is made: whoever does not answer by then is gone"""
+_MEETINGS = 5
+"""that may fail in a row"""
+
+
+class LostWorker(Exception):
+    """Another worker of this world is gone."""
+
+
+class Regroup(Exception):
+    """The run goes on with another number of workers."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(f"{workers} workers from here on")
+        self.workers = workers
+
+
+class Memory(Protocol):
+    """The state of a run as one worker holds it."""
+
+    @property
+    def standing(self) -> Standing: ...
+
+
+M = TypeVar("M", bound=Memory)
+
+
+class Passage(Generic[M]):
+    """What a worker takes along from world to world."""
+
+    def __init__(self, link: Link | None) -> None:
+        self._link = link
+        self.memory: M | None = None
+        self.stop = StopAsked()
+
+    @property
+    def again(self) -> bool:
+        """Whether this is not the run's first world."""
+        return self._world is not None and self._world.number > 0
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run's folder was begun by a world before this one."""
+        return self._world is not None and self._world.resumes
+
+    @property
+    def copies(self) -> bool:
+        """Whether the first worker holds the run's state, for all others to copy."""
+        return self._world is not None and self._world.copies
+
+    @property
+    def _world(self) -> World | None:
+        return None if self._link is None else self._link.world
+
+    def begun(self) -> None:
+        """The run's folder is its own from here on."""
+        if self._link is not None:
+            self._link.say("begun")
+
+    def heed(self, micro_batches: Iterable[T]) -> Iterator[T]:
+        """The same; a world that is lost ends between two of them."""
+        for micro in micro_batches:
+            if self._link is not None and self._link.lost:
+                raise LostWorker
+            yield micro
+
+    def enter(self, stage: int) -> None:
+        """Go on with as many workers as are wanted in a batch stage, if that is another number."""
+        world = self._world
+        if world is not None and world.by_stage:
+            workers = world.by_stage[min(stage, len(world.by_stage) - 1)]
+            if workers != world.wanted:
+                raise Regroup(workers)
+
+    @contextlib.contextmanager
+    def keeping(self, memory: Callable[[], M]) -> Iterator[None]:
+        """What happens in here leaves the run's state whole, whenever it fails."""
+        try:
+            yield
+        except (UserError, RunFailed):
+            raise
+        except Exception:
+            if self._link is not None:
+                self.memory = memory()
+            raise
+
+
+def meet(grid: tuple[int, int] | None = None, device: str = "auto") -> Cluster:
+    """Join the others; where one is lost before all have met, those that are left."""
+    link = supervised()
+    if link is None:
+        return Cluster.from_env(grid, device)
+    return _meet(link, Passage[Any](link), grid, device)
+
+
+def in_worlds(cluster: Cluster, run: Callable[[Cluster, Passage[M]], T]) -> T:
+    """run(cluster, passage); where a worker is lost, again with those that are left and whoever
+    comes in its place."""
+    link = supervised()
+    passage = Passage[M](link)
+    if link is None:
+        return run(cluster, passage)
+    given, grid = cluster, cluster.grid
+    try:
+        while True:
+            # On a GPU what follows a sum is on its way before the sum is known to have failed.
+            link.all_or_none = cluster.device.type == "cuda"
+            workers = None
+            try:
+                return run(cluster, passage)
+            except Regroup as regroup:
+                workers = regroup.workers
+            except (UserError, RunFailed):
+                raise
+            except Exception as error:
+                if not link.explains(error):
+                    raise
+            # Here no error holds on to what the lost world was made of.
+            device = cluster.device.type
+            cluster.leave()
+            gc.collect()
+            _join(link, passage, workers)
+            cluster = _meet(link, passage, grid, device)
+    finally:
+        if cluster is not given:
+            cluster.leave()
+
+
+def _join(link: Link, passage: Passage[Any], workers: int | None = None) -> None:
+    link.join(None if passage.memory is None else passage.memory.standing, workers)
+
+
+def _meet(link: Link, passage: Passage[Any], grid: tuple[int, int] | None, device: str) -> Cluster:
+    for _ in range(_MEETINGS):
+        assert link.world is not None
+        fits = grid is None or grid[0] * grid[1] == link.world.size
+        try:
+            return Cluster.from_env(grid if fits else None, device, meet_seconds=_MEET_SECONDS)
+        except UserError:
+            raise
+        except Exception as error:
+            failed = error
+        gc.collect()
+        _join(link, passage)
+    raise failed

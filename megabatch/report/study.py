@@ -1,0 +1,331 @@
+"""The page of a study: error against batch, epochs to the baseline's accuracy, arms, curves, time,
+the search for rates, settings, and a reading of it all."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from megabatch.report.against import Points, against_batch
+from megabatch.report.charts import Line, chart
+from megabatch.report.look import Section, dot, page, table, text
+from megabatch.report.named import Named
+from megabatch.report.numbers import UNKNOWN, count, duration, percent, short
+from megabatch.report.pointing import SCRIPT
+from megabatch.report.settings import environment, settings
+from megabatch.study.arms import ARMS
+from megabatch.study.reading import reading
+from megabatch.study.results import Cell, Result, Study
+from megabatch.study.spread import Mean, mean
+from megabatch.study.trials import RECIPE, TUNING_SHARE
+
+_SHARES = (1.0, 0.98, 0.95, 0.9)
+"""of the baseline's accuracy, that epochs are counted to"""
+
+
+def study_page(study: Study, now: float | None = None) -> str:
+    """HTML of a study; one file that needs nothing else."""
+    colours = {arm: at for at, arm in enumerate(study.arms)}
+    said = [
+        Section("Reading", f"<p>{text(reading(study))}</p>", "Made from the numbers below."),
+        Section("Error against batch", _errors(study, colours), _ERRORS_NOTE),
+        Section("Epochs to the baseline's accuracy", _epochs(study), _EPOCHS_NOTE),
+        Section("Arms", _arms(study), _ARMS_NOTE),
+        Section("Curves", _curves(study), "Top-1 against epochs: means over seeds."),
+        Section("Time", _time(study, colours)),
+        Section("Rates", _rates(study), _RATES_NOTE),
+        Section("Gradient noise", _noise(study), _NOISE_NOTE),
+        Section("What each batch ran with", _ran_with(study)),
+        Section("Settings", settings(_first_runs(study))),
+        Section("Environment", environment(_first_runs(study)[:1])),
+        Section("Not finished", _unfinished(study)),
+    ]
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() if now is None else now))
+    recipes = {str(r.run.config.get("name", "")) for c in study.cells for r in c.runs} - {""}
+    runs = sum(len(cell.finished) for cell in study.cells)
+    lead = f"recipe {', '.join(sorted(recipes)[:5])}; {runs} finished runs; report made {made}"
+    name = study.path.resolve().name
+    shown = [section for section in said if section.body]
+    return page(f"megabatch study: {name}", shown, f'<p class="soft">{text(lead)}</p>', [SCRIPT])
+
+
+# --- error against batch -----------------------------------------------------------------------
+
+_ERRORS_NOTE = (
+    "Top-1 error on the validation images after the last epoch. Dots are means over seeds, bars "
+    "their 95 % intervals (Student's t), pale dots the single runs; across goes the baseline."
+)
+
+
+def _errors(study: Study, colours: dict[str, int]) -> str:
+    base = study.baseline
+    level = 1 - mean(base.top1s).value if base is not None else math.nan
+    lines = [_error_line(study, arm, at) for arm, at in colours.items()]
+    drawn = against_batch("Error", lines, "top-1 error", percent=True, level=level, wide=True)
+    if not drawn:
+        return ""
+    key = "".join(
+        f'<button type="button" data-run="{at}" aria-pressed="true">{dot(at)}{text(arm)}</button>'
+        for arm, at in colours.items()
+    )
+    key = f'<div class="key">{key}</div>' if len(colours) > 1 else ""
+    heads = ("", "batch", "seeds", "top-1", "95 %", "to the baseline", "95 %", "steps")
+    rows = [
+        (
+            f"{dot(colours[cell.arm])}{text(cell.arm)}",
+            f"{cell.batch:,}",
+            str(len(cell.finished)),
+            percent(mean(cell.top1s).value),
+            _half(mean([100 * t for t in cell.top1s])),
+            _points(study.against_baseline(cell)),
+            _half(study.against_baseline(cell)),
+            count(cell.summary("steps").value),
+        )
+        for cell in study.cells
+        if cell.arm == RECIPE
+    ]
+    return f'{key}<div class="charts">{drawn}</div>{table(heads, rows)}'
+
+
+def _error_line(study: Study, arm: str, at: int) -> Points:
+    cells = [cell for cell in study.cells if cell.arm == arm and cell.finished]
+    means = [mean([1 - top1 for top1 in cell.top1s]) for cell in cells]
+    return Points(
+        arm,
+        at,
+        [cell.batch for cell in cells],
+        [found.value for found in means],
+        [found.half for found in means],
+        [(c.batch, 1 - top1) for c in cells for top1 in c.top1s if len(c.top1s) > 1],
+        dashed=arm != RECIPE,
+    )
+
+
+# --- epochs ------------------------------------------------------------------------------------
+
+_EPOCHS_NOTE = (
+    "Epochs until the mean curve of a batch reached what the baseline ended with, and shares of "
+    "it. Flat lines scale: the work stays the same and the steps get fewer. Where a line rises the "
+    "returns diminish; where it ends, the accuracy was not reached."
+)
+
+
+def _epochs(study: Study) -> str:
+    cells = [cell for cell in study.cells if cell.arm == RECIPE and cell.finished]
+    if len(cells) < 2:
+        return ""
+    batches = [cell.batch for cell in cells]
+    found = {share: [study.epochs_to_baseline(cell, share) for cell in cells] for share in _SHARES}
+    lines = [
+        Points(_share_name(share), at, batches, epochs)
+        for at, (share, epochs) in enumerate(found.items())
+    ]
+    heads = ("accuracy", *(f"{batch:,}" for batch in batches))
+    rows = [
+        (f"{dot(at)}{text(_share_name(share))}", *(count(value, 1) for value in epochs))
+        for at, (share, epochs) in enumerate(found.items())
+    ]
+    drawn = against_batch("Epochs", lines, "epochs", zero=True, wide=True)
+    return f'<div class="charts">{drawn}</div>{table(heads, rows)}'
+
+
+def _share_name(share: float) -> str:
+    return "the baseline's" if share == 1 else f"{100 * share:g} % of it"
+
+
+# --- arms --------------------------------------------------------------------------------------
+
+_ARMS_NOTE = (
+    "One thing switched at a time, held against the recipe itself at the same batch, in points of "
+    "top-1 with a 95 % interval over seeds (Welch)."
+)
+
+
+def _arms(study: Study) -> str:
+    cells = [cell for cell in study.cells if cell.arm != RECIPE]
+    if not cells:
+        return ""
+    rows = []
+    for cell in cells:
+        diff = study.against_recipe(cell)
+        says = ARMS[cell.arm].says if cell.arm in ARMS else "of its own flags"
+        failed = sum(run.failure is not None for run in cell.runs)
+        rows.append(
+            (
+                text(cell.arm),
+                text(says),
+                f"{cell.batch:,}",
+                f"{len(cell.finished)}" + (f", {failed} failed" if failed else ""),
+                percent(mean(cell.top1s).value),
+                f"<b>{_points(diff)}</b>",
+                _half(diff),
+            )
+        )
+    heads = ("arm", "what it switches", "batch", "seeds", "top-1", "to the recipe", "95 %")
+    return table(heads, rows, words=2)
+
+
+# --- curves and time ---------------------------------------------------------------------------
+
+
+def _curves(study: Study) -> str:
+    recipe = [cell for cell in study.cells if cell.arm == RECIPE and cell.curve]
+    drawn = chart(
+        "The recipe, by batch",
+        [_curve(f"{cell.batch:,}", at, cell) for at, cell in enumerate(recipe)],
+        "top-1",
+        percent=True,
+        wide=True,
+    )
+    key = "".join(f"<span>{dot(at)}{cell.batch:,}</span>" for at, cell in enumerate(recipe))
+    out = f'<div class="key">{key}</div><div class="charts">{drawn}</div>' if drawn else ""
+    for batch in study.batches:
+        cells = [cell for cell in study.cells if cell.batch == batch and cell.curve]
+        if len(cells) < 2:
+            continue
+        lines = [_curve(cell.arm, at, cell) for at, cell in enumerate(cells)]
+        key = "".join(f"<span>{dot(at)}{text(c.arm)}</span>" for at, c in enumerate(cells))
+        drawn = chart(f"Arms at {batch:,}", lines, "top-1", percent=True, wide=True)
+        out += f'<div class="key">{key}</div><div class="charts">{drawn}</div>'
+    return out
+
+
+def _curve(name: str, at: int, cell: Cell) -> Line:
+    epochs, top1s = zip(*cell.curve, strict=True)
+    return Line(name, at, epochs, top1s, "dots")
+
+
+def _time(study: Study, colours: dict[str, int]) -> str:
+    cells = [cell for cell in study.cells if cell.finished]
+    recipe = [cell for cell in cells if cell.arm == RECIPE]
+    batches = [cell.batch for cell in recipe]
+    drawn = "".join(
+        against_batch(title, [Points(RECIPE, 0, batches, values)], unit, zero=True)
+        for title, unit, values in (
+            (
+                "Throughput",
+                "images/s while training",
+                [c.summary("images_per_second").value for c in recipe],
+            ),
+            ("Length of a run", "seconds, evaluations included", _seconds(recipe)),
+        )
+    )
+    heads = ("", "batch", "time", "images/s", "epochs")
+    rows = [
+        (
+            f"{dot(colours[cell.arm])}{text(cell.arm)}",
+            f"{cell.batch:,}",
+            duration(cell.summary("seconds").value),
+            count(cell.summary("images_per_second").value),
+            count(cell.summary("epochs").value, 1),
+        )
+        for cell in cells
+    ]
+    return f'<div class="charts">{drawn}</div>{table(heads, rows)}' if rows else ""
+
+
+def _seconds(cells: Sequence[Cell]) -> list[float]:
+    return [cell.summary("seconds").value for cell in cells]
+
+
+# --- rates and noise ---------------------------------------------------------------------------
+
+_RATES_NOTE = (
+    f"Chosen by {100 * TUNING_SHARE:g} % of the training images, held out by hash, while training "
+    f"on the rest; the validation images had no part in it. The runs above use the chosen rate and "
+    f"train on all training images."
+)
+
+
+def _rates(study: Study) -> str:
+    if not study.tried:
+        return ""
+    rows = []
+    for run in study.tried:
+        best = study.chosen(run.batch) is run
+        top1 = percent(run.top1) if run.finished else ("failed" if run.failure else UNKNOWN)
+        rows.append(
+            (
+                f"{run.batch:,}",
+                f"{run.factor:g}",
+                short(run.rate),
+                f"<b>{top1}</b>" if best else top1,
+                "chosen" if best else "",
+            )
+        )
+    heads = ("batch", "times the recipe's", "rate", "held-out top-1", "")
+    return table(heads, rows, words=1)
+
+
+_NOISE_NOTE = (
+    "The batch at which the gradient's noise and signal are even (McCandlish 2018): well below it "
+    "larger batches save steps in proportion, well above it hardly any."
+)
+
+
+def _noise(study: Study) -> str:
+    rows = []
+    if math.isfinite(study.forecast):
+        probe = study.probes[-1]
+        rows.append(
+            (f"forecast, after {probe.run.epoch:.3g} epochs", f"{probe.batch:,}",
+             count(study.forecast))
+        )  # fmt: skip
+    for cell in study.cells:
+        known = [r.noise_scale for r in cell.finished if math.isfinite(r.noise_scale)]
+        if cell.arm == RECIPE and known:
+            rows.append(("at the end of the run", f"{cell.batch:,}", count(mean(known).value)))
+    return table(("", "batch", "noise scale, images"), rows) if rows else ""
+
+
+# --- settings ----------------------------------------------------------------------------------
+
+
+def _ran_with(study: Study) -> str:
+    heads = ("", "batch", "optimizer", "peak rate", "warm-up", "decay", "momentum", "weight decay",
+             "epochs", "span", "micro")  # fmt: skip
+    rows = []
+    for cell in study.cells:
+        config = next((run.config for run in cell.runs if run.config is not None), None)
+        if config is None:
+            continue
+        chosen = config.optimizer
+        name = "sgd" if chosen.name == "lars" and not chosen.trust else chosen.name
+        rows.append(
+            (
+                text(cell.arm),
+                f"{cell.batch:,}",
+                text(name),
+                short(config.lr.peak(config.batch)),
+                f"{config.lr.warmup:.3g} epochs",
+                text(config.lr.decay),
+                f"{chosen.momentum:.4g}",
+                short(chosen.weight_decay),
+                f"{config.epochs:.4g}",
+                f"{config.span:,}",
+                f"{config.micro:,}",
+            )
+        )
+    return table(heads, rows) if rows else ""
+
+
+def _first_runs(study: Study) -> list[Named]:
+    """One run of each cell: their seeds are all that differs otherwise."""
+    runs = [next(iter(cell.finished or cell.runs)) for cell in study.cells]
+    return [Named(run.run.name, at, run.run) for at, run in enumerate(runs)]
+
+
+def _unfinished(study: Study) -> str:
+    runs: list[Result] = [r for c in study.cells for r in c.runs if not r.finished]
+    runs += [run for run in study.tried if not run.finished]
+    rows = [(text(run.run.name), text(run.failure or "under way, or stopped")) for run in runs]
+    return table(("run", "why"), rows, words=2) if rows else ""
+
+
+def _points(found: Mean) -> str:
+    return f"{found.value:+.2f}" if math.isfinite(found.value) else UNKNOWN
+
+
+def _half(found: Mean) -> str:
+    return f"± {found.half:.2f}" if math.isfinite(found.half) else UNKNOWN

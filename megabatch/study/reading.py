@@ -1,0 +1,118 @@
+"""A study in one paragraph, made from its numbers: what the batches cost, what the arms show, and
+what the seeds cannot tell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megabatch.study.results import Cell, Study
+from megabatch.study.spread import Mean, mean
+from megabatch.study.trials import RECIPE
+
+KEPT_POINTS = 0.3
+"""of top-1, within which a batch counts as having kept the baseline's accuracy"""
+
+
+def reading(study: Study) -> str:
+    """The paragraph."""
+    return " ".join(_sentences(study)) or "No run of the recipe has finished yet."
+
+
+def _sentences(study: Study) -> Iterator[str]:
+    base = study.baseline
+    if base is None:
+        return
+    found = mean([100 * top1 for top1 in base.top1s])
+    yield (
+        f"The baseline, a batch of {base.batch:,}, ends with {found.value:.2f} % top-1"
+        f"{_interval(found, ' ± ')} over {_seeds(found.seeds)}."
+    )
+    larger = [c for c in study.cells if c.arm == RECIPE and c.finished and c is not base]
+    for cell in larger:
+        yield f"A batch of {cell.batch:,} ends {told(study.against_baseline(cell))}."
+    yield from _kept(study, base, larger)
+    yield from _noise(study, base, larger)
+    yield from _arms(study)
+
+
+def _kept(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
+    if not larger:
+        return
+    kept = [c for c in larger if study.against_baseline(c).value >= -KEPT_POINTS]
+    if kept:
+        most = max(kept, key=lambda cell: cell.batch)
+        yield (
+            f"By its mean, {most.batch:,} is the largest batch that stays within {KEPT_POINTS:g} "
+            f"points of the baseline: {most.batch / base.batch:.3g} times the batch, "
+            f"{_ratio(most, base, 'steps')} of the steps."
+        )
+    else:
+        yield f"None of them stays within {KEPT_POINTS:g} points of the baseline."
+
+
+def _noise(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
+    """The probe's forecast, held against what the runs needed."""
+    forecast = study.forecast
+    if not math.isfinite(forecast):
+        return
+    words = f"The probe's noise scale, {forecast:,.0f} images, forecasts that scaling ends there"
+    ended = [c.batch for c in larger if study.against_baseline(c).value < -KEPT_POINTS]
+    if not ended:
+        largest = max((cell.batch for cell in larger), default=base.batch)
+        yield f"{words}; up to {largest:,} the runs lose nothing."
+    else:
+        side = "above" if min(ended) > forecast else "below"
+        yield f"{words}; the runs first lose accuracy at {min(ended):,}, {side} it."
+
+
+def _arms(study: Study) -> Iterator[str]:
+    arms = [
+        (cell, study.against_recipe(cell))
+        for cell in study.cells
+        if cell.arm != RECIPE and cell.finished and study.against_recipe(cell).seeds
+    ]
+    if not arms:
+        return
+    seen = [(cell, diff) for cell, diff in arms if _is_seen(diff)]
+    seen.sort(key=lambda pair: pair[1].value)
+    if seen:
+        listed = "; ".join(
+            f"{cell.arm} at {cell.batch:,} {diff.value:+.2f}{_interval(diff, ' ± ')}"
+            for cell, diff in seen
+        )
+        yield f"Of the arms, these differ from the recipe by more than their interval: {listed}."
+    unseen = [cell for cell, diff in arms if not _is_seen(diff)]
+    if unseen:
+        listed = ", ".join(f"{cell.arm} at {cell.batch:,}" for cell in unseen)
+        yield f"No difference can be seen for {listed}."
+
+
+def told(diff: Mean) -> str:
+    """A difference to the baseline in words, with its interval."""
+    if not math.isfinite(diff.value):
+        return "with nothing to hold it against"
+    size, side = f"{abs(diff.value):.2f} points", "below" if diff.value < 0 else "above"
+    if not math.isfinite(diff.half):
+        return f"{size} {side} it (one seed: no interval)"
+    interval = f"95 % interval {diff.value - diff.half:+.2f} to {diff.value + diff.half:+.2f}"
+    seen = "" if _is_seen(diff) else ", which holds 0"
+    return f"{size} {side} it ({interval}{seen})"
+
+
+def _is_seen(diff: Mean) -> bool:
+    """Whether an interval leaves 0 out; one seed shows nothing."""
+    return math.isfinite(diff.half) and abs(diff.value) > diff.half
+
+
+def _interval(found: Mean, before: str) -> str:
+    return f"{before}{found.half:.2f}" if math.isfinite(found.half) else ""
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seed{'s' if count != 1 else ''}"
+
+
+def _ratio(one: Cell, other: Cell, name: str) -> str:
+    share = one.summary(name).value / other.summary(name).value
+    return f"1/{1 / share:.3g}" if 0 < share < 1 else f"{share:.3g} times"

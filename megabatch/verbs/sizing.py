@@ -1,0 +1,59 @@
+"""The recipe that a command line names, at the length and batch that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megabatch import recipes
+from megabatch.config import Config
+from megabatch.errors import UserError
+from megabatch.verbs.parsing import parse_some
+
+
+@dataclass(frozen=True)
+class Place:
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The settings that change a whole recipe, and the images that a batch is a share of."""
+
+    epochs: float | None = None
+    batch: int | None = None
+    keep_epochs: bool = False
+    data: Place = field(default_factory=Place)
+
+
+def sized(name: str, words: str, arguments: list[str], batch: int | None = None) -> Config:
+    """The recipe for what `megabatch WORDS ...` gives, or for another batch."""
+    size = parse_some(Size, words, arguments)
+    follows = name in recipes.BY_BATCH
+    if size.keep_epochs and not follows:
+        raise UserError(
+            f"{name} keeps its epochs at any batch: --keep-epochs is for recipes whose length "
+            f"follows the batch, {', '.join(recipes.BY_BATCH)}"
+        )
+    batch = size.batch if batch is None else batch
+    images = _images_in(size.data.path) if follows else None
+    return recipes.named(name, size.epochs, batch, images, size.keep_epochs)
+
+
+def doubts(name: str, config: Config) -> Iterator[str]:
+    """What is not known of a config of a recipe that follows its batch, a sentence each."""
+    if name in recipes.BY_BATCH:
+        yield from recipes.doubts(name, config, _images_in(config.data.path))
+
+
+def _images_in(path: str) -> int | None:
+    """How many training images a pack has; None for anything else, which would have to be read."""
+    if not path.endswith(".arrow"):
+        return None
+    from megabatch.data.packfile import Pack, PackError
+
+    try:
+        first, last = Pack(path).about.splits.get("train", (0, 0))
+    except PackError:  # whoever opens it to train says why
+        return None
+    return last - first or None

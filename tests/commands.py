@@ -1,0 +1,40 @@
+"""The command as tests give it: in this process, which has torch already, or in one of its own."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from subprocess import CompletedProcess
+
+from megabatch.cli import main
+
+MEGABATCH = [sys.executable, "-m", "megabatch.cli"]
+
+
+def megabatch(*arguments, cwd=None):
+    """What `megabatch ...` returns and prints. Local workers are processes all the same; what they
+    print themselves is not caught here."""
+    words, out, err = [*map(str, arguments)], io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(cwd or os.getcwd()),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            status = main(words)
+        except SystemExit as end:  # of a verb's --help
+            status = end.code
+    return CompletedProcess(words, status, out.getvalue(), err.getvalue())
+
+
+def megabatch_process(*arguments, cwd=None, **options):
+    """The same by a process of its own, workers' words and all."""
+    words = [*MEGABATCH, *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, cwd=cwd, timeout=240, **options)
+
+
+def last_json(result, status=0):
+    assert result.returncode == status, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])

@@ -1,0 +1,172 @@
+"""Runs whose workers die at named moments, by a real SIGKILL; each moment comes once a run.
+
+train_dying(config, folder, deaths) is the work of one worker. A death is (moment, rank, count): the
+worker that has this rank when it comes to the moment for the count-th time in its world kills
+itself, unless somebody did before.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from megabatch import training
+from megabatch.batch import Stage
+from megabatch.cluster import Cluster
+from megabatch.config import Config, Data, LearningRate, OptimizerConfig
+from megabatch.elastic.supervisor import Losses
+from megabatch.elastic.worlds import meet
+from megabatch.launch import run_local
+from megabatch.runs.folder import RunFolder
+
+# Two switches of the batch, uneven numbers of micro-batches, averaged weights, an evaluation in
+# the middle of the run and a checkpoint before it.
+CONFIG = Config(
+    name="dying",
+    epochs=1.5,
+    batch=80,
+    micro=16,
+    span=8,
+    stages=(Stage(0.5, 112, 0.85), Stage(1, 176)),
+    ema=0.9,
+    deterministic=True,
+    data=Data(source="digits", shift=1, val_share=0.2),
+    lr=LearningRate(reference=16, warmup=0.3),
+    optimizer=OptimizerConfig(weight_decay=1e-4, unadapted_rate=0.1, momentum_correction=True),
+    eval_every=0.7,
+    save_every=0.4,
+)
+
+# A moment -> the name that is wrapped, where it is, and whether death comes after it.
+MOMENTS = {
+    "as it opens the images": (training, "open_sources", False),
+    "as it copies the state": (training, "copied", False),
+    "before a step": (training, "train_step", False),
+    "after a step": (training, "train_step", True),
+    "as it evaluates": (training, "score", False),
+    "evaluated": (training, "score", True),
+    "as it saves": (RunFolder, "save", False),
+    "at the last barrier": (Cluster, "barrier", False),
+    "past the last barrier": (Cluster, "barrier", True),
+}
+
+
+def train_dying(config, folder, deaths, how=signal.SIGKILL):
+    """As megabatch train's own worker."""
+    folder = Path(folder)
+    for death in deaths:
+        _arm(folder, *death, how)
+    _note_belongings(folder)
+    cluster = meet(device="cpu")
+    try:
+        return training.train(config, cluster=cluster, out=folder / "run", quiet=True)
+    finally:
+        cluster.leave()
+
+
+def _arm(folder, moment, rank, count, how):
+    where, name, after = MOMENTS[moment]
+    whole, calls = getattr(where, name), {}
+
+    def armed(*arguments, **keywords):
+        world = os.environ["MEGABATCH_STORE"]
+        calls[world] = calls.get(world, 0) + 1
+        mine = int(os.environ["RANK"]) == rank and calls[world] == count
+        result = whole(*arguments, **keywords) if after else None
+        if mine and _first(folder / f"{moment}, {rank}, {count}"):
+            if isinstance(how, BaseException):
+                raise how
+            os.kill(os.getpid(), how)
+        return result if after else whole(*arguments, **keywords)
+
+    setattr(where, name, armed)
+
+
+def _note_belongings(folder):
+    """At the first step of each world: what this process has."""
+    whole, worlds = training.train_step, set()
+
+    def noting(*arguments, **keywords):
+        world = os.environ["MEGABATCH_STORE"]
+        if world not in worlds:
+            worlds.add(world)
+            counts = [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
+            with (folder / f"belongings-{os.getpid()}").open("a") as file:
+                file.write(json.dumps(counts) + "\n")
+        return whole(*arguments, **keywords)
+
+    training.train_step = noting
+
+
+def belongings(folder):
+    """(open files, threads) at the first step of each world, for the worker that saw most."""
+    notes = [path.read_text().splitlines() for path in folder.glob("belongings-*")]
+    return [json.loads(line) for line in max(notes, key=len)]
+
+
+def _first(marker):
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+        return True
+    return False
+
+
+def disturbed(folder, *deaths, workers=3, most=3, least=None, silent=30.0, **options):
+    """The summary of a run with these deaths; the folder holds a file for each that was died."""
+    losses = Losses(most, least, silent)
+    config = options.pop("config", CONFIG)
+    by_stage = options.pop("by_stage", ())
+    call = (config, str(folder), deaths, *options.values())
+    return run_local(workers, train_dying, *call, losses=losses, by_stage=by_stage)
+
+
+def died(folder, *deaths):
+    return all((folder / f"{moment}, {rank}, {count}").exists() for moment, rank, count in deaths)
+
+
+def records(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(run):
+    """(step, images seen after it) of each line that a run wrote of its steps."""
+    return [(one["step"], one["seen"]) for one in records(run) if one["kind"] == "train"]
+
+
+def evaluations_of(run):
+    return [(one["seen"], one["top1"]) for one in records(run) if one["kind"] == "evaluation"]
+
+
+def undisturbed(folder, config=CONFIG):
+    alone = Cluster.from_env(device="cpu")
+    return training.train(replace(config), cluster=alone, out=folder / "run", quiet=True)
+
+
+def workers_of(supervisor):
+    """The processes that were forked for it, those that have ended left out."""
+    return sorted(worker for server in children(supervisor) for worker in children(server))
+
+
+def children(parent):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, its_parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(its_parent) == parent and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def await_steps(run, count, process, patience=120):
+    """Until a run has written so many steps; False if it ended before."""
+    deadline = time.monotonic() + patience
+    while process.poll() is None:
+        with contextlib.suppress(OSError):
+            if (run / "metrics.jsonl").read_text().count('"kind": "train"') >= count:
+                return True
+        assert time.monotonic() < deadline, f"{run} did not come to step {count}"
+        time.sleep(0.005)
+    return False

@@ -1,0 +1,265 @@
+"""Workers, hosts and supervisors are killed for real; every run ends as if nothing had happened.
+
+All processes are this machine's, and all traffic stays on the loopback interface.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import dying
+import pytest
+from dying import await_steps, died, disturbed
+from small_slurm import free_ports
+
+pytestmark = [pytest.mark.systems, pytest.mark.timeout(600)]
+
+TRAIN = ["train", "digits", "--deterministic", "--device", "cpu", "--json"]
+MEGABATCH = [sys.executable, "-m", "megabatch.cli", *TRAIN]
+WAIT_SECONDS = 120
+KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def environ():
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "MEGABATCH_", "TORCHELASTIC_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    return kept | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def alone(environ, tmp_path_factory):
+    """The weights and the steps of an undisturbed run of so many epochs on one worker."""
+    known = {}
+
+    def run(epochs):
+        if epochs not in known:
+            out = tmp_path_factory.mktemp("alone") / "run"
+            line = [*MEGABATCH, "--workers", "1", "--epochs", str(epochs), "--out", str(out)]
+            done = subprocess.run(line, env=environ, capture_output=True, text=True, check=True)
+            known[epochs] = result(done.stdout)["weights_sha256"], dying.steps_of(out)
+        return known[epochs]
+
+    return run
+
+
+def result(output):
+    return json.loads(output.splitlines()[-1])
+
+
+# ---------------------------------------------------------------- under our supervisor
+
+
+def test_twenty_random_kills(environ, alone, tmp_path):
+    """Runs of four workers, one after another; each kill hits a random worker at a random moment.
+
+    Deaths while workers start and regroup come about by themselves: the next kill may follow the
+    last at once.
+    """
+    seed = random.randrange(1 << 16)
+    chance, killed, number = random.Random(seed), 0, 0
+    while killed < KILLS:
+        number += 1
+        out = tmp_path / f"run{number}"
+        line = [*MEGABATCH, "--workers", "4", "--epochs", "3", "--max-restarts", "99"]
+        with subprocess.Popen(
+            [*line, "--out", str(out)], env=environ, stdout=subprocess.PIPE, text=True
+        ) as training:
+            while await_steps(out, 1, training) and killed < KILLS:
+                time.sleep(chance.expovariate(1.0))  # a moment of its own, not a wait for anything
+                with contextlib.suppress(ProcessLookupError, IndexError):
+                    os.kill(chance.choice(dying.workers_of(training.pid)), signal.SIGKILL)
+                    killed += 1
+            said, _ = training.communicate(timeout=WAIT_SECONDS)
+        assert training.returncode == 0, f"seed {seed}, run {number}"
+        found = result(said)["weights_sha256"], dying.steps_of(out)
+        assert found == alone(3), f"seed {seed}, run {number}"
+
+
+DEATHS = {
+    "two at once": [("before a step", 1, 4), ("before a step", 2, 4)],
+    "while it starts": [("as it opens the images", 1, 1)],
+    "the first, while it starts": [("as it opens the images", 0, 1)],
+    "as the first saves": [("as it saves", 0, 1)],
+    "at the end": [("at the last barrier", 1, 1)],
+    "past the end": [("past the last barrier", 1, 1)],
+    "the first, past the end": [("past the last barrier", 0, 1)],
+    "one after another": [
+        ("after a step", rank, count) for rank, count in ((0, 2), (1, 3), (2, 4))
+    ],
+    "the newcomer": [("before a step", 2, 3), ("as it copies the state", 2, 1)],
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    summary = dying.undisturbed(folder)
+    run = folder / "run"
+    return summary.weights_sha256, dying.steps_of(run), dying.evaluations_of(run)
+
+
+@pytest.mark.parametrize("deaths", DEATHS.values(), ids=DEATHS)
+def test_deaths_at_all_moments(deaths, whole, tmp_path):
+    found = disturbed(tmp_path, *deaths, most=9)
+    assert died(tmp_path, *deaths)
+    run = tmp_path / "run"
+    assert (found.weights_sha256, dying.steps_of(run), dying.evaluations_of(run)) == whole
+    assert (run / "summary.json").exists()
+
+
+def test_a_killed_supervisor_leaves_no_workers_and_a_good_checkpoint(environ, alone, tmp_path):
+    out = tmp_path / "run"
+    line = [*MEGABATCH, "--workers", "3", "--epochs", "3", "--out", str(out)]
+    with subprocess.Popen(line, env=environ, stdout=subprocess.DEVNULL) as training:
+        assert await_steps(out, 25, training)  # an epoch and its checkpoint
+        workers = dying.workers_of(training.pid)
+        training.kill()
+    assert len(workers) == 3
+    deadline = time.monotonic() + WAIT_SECONDS
+    while any(os.path.exists(f"/proc/{worker}/exe") for worker in workers):
+        assert time.monotonic() < deadline, "workers outlive their supervisor"
+        time.sleep(0.05)
+    done = subprocess.run(
+        [*line, "--resume"], env=environ, capture_output=True, text=True, check=True
+    )
+    assert "resumed at step 23" in done.stderr
+    assert (result(done.stdout)["weights_sha256"], dying.steps_of(out)) == alone(3)
+
+
+def test_a_run_that_is_told_to_stop_while_a_worker_is_lost_stops(environ, alone, tmp_path):
+    out = tmp_path / "run"
+    line = [*MEGABATCH, "--workers", "3", "--epochs", "3", "--out", str(out)]
+    with subprocess.Popen(line, env=environ, stdout=subprocess.DEVNULL) as training:
+        assert await_steps(out, 5, training)
+        os.kill(dying.workers_of(training.pid)[-1], signal.SIGKILL)
+        training.terminate()
+        assert training.wait(WAIT_SECONDS) == 3
+    done = subprocess.run(
+        [*line, "--resume"], env=environ, capture_output=True, text=True, check=True
+    )
+    assert (result(done.stdout)["weights_sha256"], dying.steps_of(out)) == alone(3)
+
+
+@pytest.mark.parametrize("plan", ["torus", "ring", "three_phase"])
+def test_sums_by_a_plan_are_given_up_at_once(plan, tmp_path, environ):
+    """What waits for a lost worker in our own lanes does not wait for the heartbeat's verdict."""
+    out = tmp_path / "run"
+    line = [*MEGABATCH, "--no-deterministic", "--plan", plan, "--workers", "4", "--epochs", "2"]
+    with subprocess.Popen(
+        [*line, "--out", str(out)], env=environ, stdout=subprocess.PIPE, text=True
+    ) as training:
+        for steps in (3, 8):
+            assert await_steps(out, steps, training)
+            os.kill(dying.workers_of(training.pid)[steps % 4], signal.SIGKILL)
+            assert await_steps(out, steps + 3, training, patience=30)
+        said, _ = training.communicate(timeout=WAIT_SECONDS)
+    assert training.returncode == 0
+    indices = [step for step, _ in dying.steps_of(out)]
+    assert indices == list(range(result(said)["steps"]))
+
+
+@pytest.mark.parametrize("plan", ["backend", "torus"])
+def test_survivors_keep_nothing_of_the_worlds_they_lost(plan, tmp_path):
+    deaths = [("before a step", 1, count) for count in range(1, 6)]
+    config = replace(dying.CONFIG, plan=plan, deterministic=plan == "backend")
+    disturbed(tmp_path, *deaths, workers=2, most=9, config=config)
+    assert died(tmp_path, *deaths)
+    files, threads = zip(*dying.belongings(tmp_path), strict=True)
+    assert len(files) == 6
+    # The first loss loads and opens what stays.
+    assert min(files[-2:]) <= files[1], files
+    assert min(threads[-2:]) <= threads[1], threads
+
+
+# ---------------------------------------------------------------- under torchrun
+
+
+class Host:
+    """A torchrun agent and its workers: a host of a run, or all of it."""
+
+    def __init__(self, environ, out, *flags, epochs):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *flags, "-m", "megabatch.cli"]
+        line = [*torchrun, *TRAIN, "--epochs", str(epochs), "--out", str(out)]
+        self.agent = subprocess.Popen(
+            line, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+        self.agent.stdout.close()
+
+    def workers(self):
+        return dying.children(self.agent.pid)
+
+    def kill(self):
+        """The power fails: agent and workers at once."""
+        for process in [*self.workers(), self.agent.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.agent.wait()
+
+    def ends(self):
+        said, _ = self.agent.communicate(timeout=WAIT_SECONDS)
+        assert self.agent.returncode == 0
+        return result(said)
+
+
+def test_torchrun_restarts_from_the_last_checkpoint(environ, alone, tmp_path):
+    out = tmp_path / "run"
+    flags = ["--standalone", "--nproc-per-node", "3", "--max-restarts", "2"]
+    with Host(environ, out, *flags, epochs=3) as host:
+        assert await_steps(out, 30, host.agent)
+        os.kill(host.workers()[1], signal.SIGKILL)
+        found = host.ends()
+    assert found["world"] == 3
+    assert (found["weights_sha256"], dying.steps_of(out)) == alone(3)
+
+
+def test_a_host_joins_and_a_host_is_lost(environ, alone, tmp_path):
+    """Two workers, then four, then two again; the batch and the order of images stay.
+
+    Agents of torch 2.13 that share one store over all rounds never tell a newcomer its address.
+    """
+    environ = environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    out, epochs = tmp_path / "run", 20
+    flags = [
+        "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_ports(1)[0]}",
+        "--rdzv-id", "a-run", "--local-addr", "127.0.0.1", "--monitor-interval", "0.2",
+        "--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+    ]  # fmt: skip
+    worlds = []
+
+    def world_is(size):
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                if json.loads((out / "environment.json").read_text())["world"] == size:
+                    break
+            assert time.monotonic() < deadline, f"the run never had {size} workers"
+            time.sleep(0.1)
+        worlds.append(size)
+
+    with Host(environ, out, *flags, epochs=epochs) as first:
+        assert await_steps(out, 3, first.agent)
+        world_is(2)
+        with Host(environ, out, *flags, epochs=epochs) as second:
+            world_is(4)
+            so_far = len(dying.steps_of(out))
+            assert await_steps(out, so_far + 5, first.agent)
+            second.kill()
+            world_is(2)
+            found = first.ends()
+    assert worlds == [2, 4, 2]
+    assert found["world"] == 2
+    assert (found["weights_sha256"], dying.steps_of(out)) == alone(epochs)

@@ -1,0 +1,154 @@
+"""The recipe that follows the batch: exact at its rows, monotone between them, carried over to
+other data by share, and one sentence where nothing was verified."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megabatch.batch import Stage
+from megabatch.config import Config
+from megabatch.errors import UserError
+from megabatch.recipes import BY_BATCH, doubts, named
+from megabatch.recipes.by_batch import fitted, lost_points, row_at, same_share
+from megabatch.recipes.mlperf import ROWS, mlperf
+from megabatch.recipes.tiny import LONG, SHORT
+from megabatch.verbs.train import read_flags
+
+TABLES = [ROWS, LONG, SHORT]
+
+
+@pytest.mark.parametrize("rows", TABLES)
+def test_a_row_is_itself(rows):
+    for row in rows:
+        assert row_at(rows, row.batch) == row
+
+
+@pytest.mark.parametrize("name", BY_BATCH)
+def test_a_recipe_at_a_row_has_the_rows_numbers(name):
+    for row in BY_BATCH[name].rows:
+        config = named(name, batch=row.batch).check()
+        assert (config.batch, config.epochs) == (row.batch, row.epochs)
+        assert config.lr.peak(row.batch) == row.rate
+        assert config.lr.warmup == row.warmup
+        assert config.optimizer.momentum == row.momentum
+        assert config.optimizer.weight_decay == row.weight_decay
+
+
+@given(st.integers(0, len(ROWS) - 2), st.floats(0, 1), st.floats(0, 1))
+def test_between_two_rows_settings_go_from_one_to_the_other(at, one, other):
+    low, high = ROWS[at], ROWS[at + 1]
+    near, far = sorted(low.batch * (high.batch / low.batch) ** share for share in (one, other))
+    for name in ("rate", "warmup", "epochs"):
+        ends = getattr(low, name), getattr(high, name)
+        first, second = (getattr(row_at(ROWS, b), name) for b in (near, far))
+        upwards = ends[1] >= ends[0]
+        path = (ends[0], first, second, ends[1])
+        slack = 1e-9 * max(ends)
+        assert all((b - a if upwards else a - b) >= -slack for a, b in itertools.pairwise(path))
+
+
+def test_halfway_in_doublings_is_halfway_in_rate():
+    middle = math.sqrt(32768 * 49152)
+    found = row_at(ROWS, middle)
+    assert found.rate == pytest.approx((21.2 + 19.405) / 2)
+    assert found.warmup == pytest.approx(20)
+    assert found.epochs == pytest.approx((58 + 70.82) / 2)
+
+
+def test_between_sgd_and_lars_there_is_nothing_to_interpolate():
+    below, above = LONG[0], LONG[1]
+    assert (below.trust, above.trust) == (None, 0.001)
+    near_sgd, near_lars = row_at(LONG, 1.5 * below.batch), row_at(LONG, above.batch / 1.5)
+    assert near_sgd.trust is None and near_sgd.rate == pytest.approx(1.5 * below.rate)
+    assert near_lars.trust == 0.001 and near_lars.rate == pytest.approx(above.rate / 1.5)
+
+
+@given(st.integers(5, 11))
+def test_any_power_of_two_is_made_of_passes(power):
+    """Rows with spans of 204 or 230 do not divide it."""
+    config = mlperf(2**power * 32).check()
+    assert config.batch % config.micro == 0 and config.micro % config.span == 0
+    assert config.micro <= 256
+
+
+def test_fitted_keeps_what_fits_and_counts_stages():
+    config = Config(batch=1024, micro=256, span=64)
+    assert fitted(config) == config
+    assert fitted(replace(config, micro=384)).micro == 256
+    staged = fitted(replace(config, stages=(Stage(5, 1024 + 64),)))
+    assert (staged.micro, staged.span) == (64, 64)
+    assert fitted(replace(config, batch=96)).span == 32
+    assert fitted(replace(config, batch=7, span=4)).span == 1
+
+
+def test_other_data_by_its_share():
+    images = 1_281_167 // 10
+    assert same_share(4096, None, 1_281_167) == 4096
+    tenth = mlperf(4096, images)
+    whole = row_at(ROWS, 4096 * 1_281_167 / images)
+    assert tenth.lr.peak(4096) == whole.rate
+    assert (tenth.lr.warmup, tenth.epochs) == (whole.warmup, whole.epochs)
+    # As many steps: in all and of warm-up.
+    steps = tenth.epochs * images / 4096
+    assert steps == pytest.approx(whole.epochs * 1_281_167 / whole.batch)
+    assert tenth.target_accuracy is None and mlperf(4096).target_accuracy == 0.759
+
+
+def test_outside_the_rows_one_sentence_is_said():
+    assert doubts("mlperf", mlperf(5000)) == []
+    for batch, side in ((1024, "below"), (131072, "above")):
+        (said,) = doubts("mlperf", mlperf(batch))
+        assert f"a batch of {batch:,} lies {side} what was verified" in said
+        assert "\n" not in said
+    (carried,) = doubts("mlperf", mlperf(8192, 100_000), 100_000)
+    assert "a batch of 8,192, by its share of the images 104,953 there," in carried
+    low, high = mlperf(1632), mlperf(131072)
+    assert low.lr.peak(1632) == pytest.approx(10.5 / 2)
+    assert high.lr.peak(131072) == pytest.approx(24.699 * 2)
+
+
+def test_kept_epochs_and_what_they_are_expected_to_cost():
+    kept = named("mlperf", batch=32768, keep_epochs=True)
+    assert kept.epochs == mlperf().epochs == 37
+    assert kept.lr.peak(32768) == 21.2
+    assert kept.lr.warmup == pytest.approx(16 * 37 / 58)
+    (said,) = doubts("mlperf", kept)
+    assert "verified with 58 epochs: 37 are expected to cost about" in said
+    assert named("mlperf", epochs=50, batch=32768, keep_epochs=True).epochs == 50
+
+
+def test_lost_points_at_the_runs_that_they_come_from():
+    for epochs, top1 in ((40, 77.2), (32, 76.6), (24, 75.6), (16, 73.8)):
+        assert lost_points(epochs, 40) == pytest.approx(77.2 - top1)
+    assert lost_points(90, 40) == 0
+    assert lost_points(28, 40) == pytest.approx(1.1)
+    assert lost_points(8, 40) == pytest.approx(3.4 + 1.8)
+
+
+def test_the_command_line_follows_the_batch_and_what_is_given_wins():
+    config, _ = read_flags("mlperf", ["--batch", "16384"])
+    assert config == mlperf(16384)
+    config, _ = read_flags("mlperf", ["--batch", "16384", "--lr.warmup", "3"])
+    assert config.lr == replace(mlperf(16384).lr, warmup=3)
+    config, _ = read_flags("mlperf", ["--batch", "32768", "--keep-epochs"])
+    assert config.epochs == 37
+    with pytest.raises(UserError, match=r"^goyal2017 keeps its epochs at any batch"):
+        read_flags("goyal2017", ["--keep-epochs"])
+
+
+def test_the_papers_recipes_keep_their_rule():
+    for name in ("goyal2017", "you2018", "jia2018", "mikami2018"):
+        recipe = named(name)
+        assert named(name, batch=2 * recipe.batch) == recipe.resized(batch=2 * recipe.batch)
+        assert doubts(name, recipe) == []
+
+
+def test_configs_of_rows_are_written_and_read(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(named("tiny", batch=2048).to_json())))
+    assert Config.read(path) == named("tiny", batch=2048)

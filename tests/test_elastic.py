@@ -1,0 +1,201 @@
+"""A run that loses workers ends by itself, with the weights and the record it would have had."""
+
+import random
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import dying
+import pytest
+from dying import died, disturbed
+
+from megabatch.elastic.rounds import agree
+from megabatch.elastic.severing import sever
+from megabatch.errors import UserError, WorkerFailed
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The same run on one worker, undisturbed: its summary, steps and evaluations."""
+    folder = tmp_path_factory.mktemp("whole")
+    summary = dying.undisturbed(folder)
+    return summary, dying.steps_of(folder / "run"), dying.evaluations_of(folder / "run")
+
+
+def same(found, folder, whole):
+    """Every image once and in its order, the same evaluations, the same bits."""
+    summary, steps, evaluations = whole
+    assert dying.steps_of(folder / "run") == steps
+    assert dying.evaluations_of(folder / "run") == evaluations
+    assert found.weights_sha256 == summary.weights_sha256
+    assert (found.best_top1, found.median_top1) == (summary.best_top1, summary.median_top1)
+    return True
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("moment", ["before a step", "after a step"])
+def test_a_killed_worker_costs_its_step_and_nothing_else(moment, rank, whole, tmp_path, capfd):
+    death = (moment, rank, 4)
+    found = disturbed(tmp_path, death)
+    assert died(tmp_path, death)
+    assert same(found, tmp_path, whole)
+    assert found.world == 3
+    said = capfd.readouterr().err
+    assert f"worker {rank} of 3 ended by SIGKILL: loss 1 of 3, replaced" in said
+    assert "Traceback" not in said
+
+
+def test_what_was_due_after_a_step_is_done_once(whole, tmp_path):
+    """In an evaluation one is lost, and in its repetition another."""
+    deaths = [("as it evaluates", 1, 1), ("evaluated", 0, 1)]
+    found = disturbed(tmp_path, *deaths)
+    assert died(tmp_path, *deaths)
+    assert same(found, tmp_path, whole)
+
+
+def test_one_is_lost_while_the_others_regroup_and_the_newcomer_too(whole, tmp_path):
+    deaths = [("before a step", 1, 3), ("as it copies the state", 0, 1), ("before a step", 2, 1)]
+    found = disturbed(tmp_path, *deaths, workers=3, most=9)
+    assert died(tmp_path, *deaths)
+    assert same(found, tmp_path, whole)
+
+
+def test_when_nobody_is_left_the_run_goes_on_from_its_checkpoint(whole, tmp_path, capfd):
+    """All at one step, after the first checkpoint."""
+    deaths = [("before a step", rank, 9) for rank in range(2)]
+    found = disturbed(tmp_path, *deaths, workers=2)
+    assert died(tmp_path, *deaths)
+    assert same(found, tmp_path, whole)
+
+
+def test_without_replacement_fewer_go_on(whole, tmp_path, capfd):
+    deaths = [("before a step", 0, 3), ("after a step", 1, 4)]
+    found = disturbed(tmp_path, *deaths, most=0, least=1)
+    assert died(tmp_path, *deaths)
+    assert same(found, tmp_path, whole)
+    assert found.world == 1
+    said = capfd.readouterr().err
+    assert "worker 0 of 3 ended by SIGKILL: 2 go on" in said
+    assert "worker 1 of 2 ended by SIGKILL: 1 goes on" in said
+
+
+def test_one_loss_too_many_ends_the_run_with_its_name(tmp_path):
+    deaths = [("before a step", 0, 2), ("before a step", 1, 3)]
+    with pytest.raises(WorkerFailed, match=r"^worker 1 of 2 ended by SIGKILL$"):
+        disturbed(tmp_path, *deaths, workers=2, most=1)
+    assert died(tmp_path, *deaths)
+
+
+@pytest.mark.parametrize("error", [LookupError("the cause"), RuntimeError("the cause")])
+def test_a_worker_that_raises_ends_the_run_as_ever(error, tmp_path, capfd):
+    with pytest.raises(WorkerFailed, match=r"^worker 1 of 2 failed:\n[\s\S]*Error: the cause\n$"):
+        disturbed(tmp_path, ("before a step", 1, 2), workers=2, how=error)
+    assert "replaced" not in capfd.readouterr().err
+
+
+def test_a_users_mistake_ends_the_run_as_ever(tmp_path):
+    with pytest.raises(UserError, match=r"^no$"):
+        disturbed(tmp_path, ("before a step", 1, 2), workers=2, how=UserError("no"))
+
+
+def test_a_stopped_worker_is_ended_and_replaced(whole, tmp_path, capfd):
+    death = ("before a step", 1, 3)
+    found = disturbed(tmp_path, death, silent=3.0, how=signal.SIGSTOP)
+    assert same(found, tmp_path, whole)
+    said = capfd.readouterr().err
+    assert "worker 1 of 3 is silent for " in said
+    assert "worker 1 of 3 ended by SIGKILL: loss 1 of 3, replaced" in said
+
+
+def test_the_number_of_workers_changes_with_the_batch(whole, tmp_path):
+    death = ("before a step", 1, 2)  # of the second stage: the first worker is alone before
+    found = disturbed(tmp_path, death, workers=1, by_stage=(1, 3, 2))
+    assert died(tmp_path, death)
+    assert same(found, tmp_path, whole)
+    assert found.world == 2
+
+
+MEGABATCH = [sys.executable, "-m", "megabatch.cli", "train", "digits", "--deterministic", "--json"]
+
+
+def test_the_command_survives_a_kill_from_outside(tmp_path):
+    """At a random step, whichever worker; the seed is printed where it fails."""
+    seed = random.randrange(1000)
+    chance = random.Random(seed)
+    flags = [*MEGABATCH, "--epochs", "1"]
+    run = tmp_path / "run"
+    line = [*flags, "--workers", "3", "--out", str(run)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as training:
+        assert dying.await_steps(run, chance.randint(1, 15), training)
+        victim = chance.choice(dying.workers_of(training.pid))
+        subprocess.run(["kill", "-KILL", str(victim)], check=True)
+        out, said = training.communicate(timeout=120)
+    assert training.returncode == 0, said
+    assert b"ended by SIGKILL: loss 1 of 3, replaced" in said
+    line = [*flags, "--workers", "1", "--out", str(tmp_path / "alone")]
+    alone = subprocess.run(line, capture_output=True, check=True).stdout
+    weights = [said.rpartition(b"weights_sha256")[2][:70] for said in (out, alone)]
+    assert weights[0] == weights[1], f"seed {seed}"
+    assert dying.steps_of(run) == dying.steps_of(tmp_path / "alone")
+
+
+def test_workers_of_a_round_find_a_word_of_their_own_among_what_others_left():
+    """Rounds of changing sizes in one store; some die in the middle of finding it."""
+    store, used = Shared(), set()
+    for world, dead in ((3, None), (3, 1), (2, None), (4, 0), (4, None)):
+        with ThreadPoolExecutor(world) as pool:
+            ranks = [rank for rank in range(world) if rank != dead]
+            asked = [
+                pool.submit(agree, store, rank, world, 30 if dead is None else 0.5)
+                for rank in ranks
+            ]
+            if dead is not None:
+                for one in asked:
+                    with pytest.raises(TimeoutError, match="did not come"):
+                        one.result()
+                continue
+            (word,) = {one.result() for one in asked}
+        assert word not in used
+        used.add(word)
+
+
+class Shared(dict):
+    """A store among threads."""
+
+    set = dict.__setitem__
+
+    def get(self, key):
+        return self[key].encode()
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+
+SEVERED = """
+import os, socket, sys
+from megabatch.elastic.rounds import agree
+from megabatch.elastic.severing import sever
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    connection = server.accept()[0]
+    print("end" if connection.recv(1) == b"" else "byte", flush=True)
+"""
+
+
+def test_only_connections_with_the_named_processes_are_shut():
+
+    peers = [
+        subprocess.Popen([sys.executable, "-c", SEVERED], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    ports = [int(peer.stdout.readline()) for peer in peers]
+    mine = [socket.create_connection(("127.0.0.1", port)) for port in ports]
+    sever([peers[0].pid])
+    assert peers[0].communicate(timeout=60)[0] == "end\n"
+    assert mine[0].recv(1) == b""
+    mine[1].send(b"x")
+    assert peers[1].communicate(timeout=60)[0] == "byte\n"
+    for one in mine:
+        one.close()
