@@ -150,8 +150,12 @@ def _class_count(config: Config, found: Path) -> int:
 
 
 def _shapes(config: Config, classes: int) -> dict[str, list[int]]:
-    with torch.device("meta"):
-        return {name: [*t.shape] for name, t in _build(config, classes).state_dict().items()}
+    try:
+        with torch.device("meta"):
+            net = _build(config, classes)
+    except NotImplementedError:  # a net that computes its own shape with tensors
+        net = _build(config, classes)
+    return {name: [*t.shape] for name, t in net.state_dict().items()}
 
 
 def _class_names(run: Path, config: Config) -> list[str] | None:
