@@ -1,4 +1,4 @@
-"""Models of timm and torchvision, where those import; names, groups and files of weights anywhere."""
+"""Models of timm and torchvision, where those import; names, groups, files of weights anywhere."""
 
 import sys
 from dataclasses import replace
@@ -48,7 +48,7 @@ def shelf(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         (tmp_path / library / "__init__.py").write_text("raise ImportError('made for others')")
         (folder / "nets.py").write_text(
-            f"{decorator}\n@also(\n    1,\n)\ndef resnet50(x):\n    ...\n\ndef hidden(x):\n    ...\n"
+            f"{decorator}\n@also(\n    1,\n)\ndef resnet50():\n    ...\n\ndef hidden():\n    ...\n"
         )
         (folder / "detection").mkdir()
         (folder / "detection" / "boxes.py").write_text(f"{decorator}\ndef boxes(x):\n    pass\n")

@@ -28,7 +28,12 @@ def parameter_groups(
     and empty groups are left out.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
-    apart = {p for m in module.modules() for p in _apart(m)}
+    # An embedding that is also a layer's weight multiplies.
+    multiplying = {
+        p for m in module.modules() if isinstance(m, _MULTIPLYING) for p in m.parameters()
+    }
+    apart = {p for m in module.modules() for p in _apart(m)} - multiplying
+    apart |= {p for m in module.modules() for p in _declared(m)}
     adapted: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for p in trainable:
@@ -53,6 +58,10 @@ def _apart(layer: nn.Module) -> Iterator[nn.Parameter]:
     elif not isinstance(layer, _MULTIPLYING):
         # One for all images of a batch: it is added, as tokens and positions are, or scales.
         yield from (p for p in layer.parameters(recurse=False) if p.ndim > 2 and len(p) == 1)
+
+
+def _declared(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that the model's own author keeps from decaying, in timm's way."""
     declared = getattr(layer, "no_weight_decay", None)
     if callable(declared):
         named = dict(layer.named_parameters())
