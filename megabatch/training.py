@@ -7,6 +7,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from megabatch.recompute import recompute_statistics
 from megabatch.runs import checkpoint
 from megabatch.runs.diagnosis import diagnosis
 from megabatch.runs.folder import RunFolder, State
+from megabatch.runs.listening import Logger, check_loggers
 from megabatch.runs.loggers import Log
 from megabatch.runs.progress import counted, counting, say, to_people
 from megabatch.runs.verdict import Clock, Facts, idle_workers
@@ -76,6 +78,7 @@ def train(
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     quiet: bool = False,
+    loggers: Sequence[Logger] = (),
     sources: tuple[Source, Source] | None = None,
 ) -> Summary:
     """Train as the config says; every worker of the cluster calls it.
@@ -85,12 +88,14 @@ def train(
     run alone), no hooks, no gradients. Changed are its weights and moving averages, and where it
     lies: on the cluster's device, in fp32, or fp64 for precision fp64, channels last on a GPU.
     `data` is a map-style data set of (image, label), of which a share is held out by hash, or a
-    pair (train, val). Without `out` nothing is written. `sources` are the config's images as
-    data.opening.open_sources opened them, for one run after another: they stay the caller's.
+    pair (train, val). Without `out` nothing is written. `loggers` hear of the run on the first
+    worker, and cannot change it. `sources` are the config's images as data.opening.open_sources
+    opened them, for one run after another: they stay the caller's.
     """
     config = _checked(config, model, data)
     cluster = cluster or Cluster.from_env()
-    log = Log(config, quiet or not cluster.first)
+    check_loggers(loggers)
+    log = Log(config, quiet or not cluster.first, loggers if cluster.first else ())
     with contextlib.ExitStack() as ending:
         ending.enter_context(compute_settings(config, cluster))
         stop_asked = ending.enter_context(stop_requests(cluster.first and not quiet))
@@ -109,7 +114,14 @@ def train(
             folder.write("classes.json", list(train_set.class_names))
 
         log.table(config.derived(images, cluster.world), f"megabatch train {config.name}")
-        log.begin(images, state.seen, folder.for_log)
+        log.begin(
+            images,
+            state.seen,
+            folder.for_log,
+            held_out=len(val_set),
+            steps=state.steps,
+            world=cluster.world,
+        )
         ending.callback(log.close)
         loader = Loader(train_set, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
@@ -149,8 +161,13 @@ def train(
                 recompute_statistics(parts, loader, config.bn_recompute, cluster)
                 with parts.average.in_place():
                     held_out = loader.validation_images
-                    watched = log.evaluating(loader.validation(), held_out, cluster.world)
-                    state.evaluated(score(net, watched, held_out, config, cluster))
+                    watched = log.evaluating(
+                        loader.validation(), held_out, cluster.world, state.steps, state.seen
+                    )
+                    best = state.evaluated(score(net, watched, held_out, config, cluster))
+                if best and config.keep_best:
+                    state.pending = delayed.state()
+                    folder.save(state, parts, clock.seconds, best=True)
                 log.evaluation(state.steps, state.seen, epoch, state.evaluation)
                 log.layers(step.index, state.seen, parts.layers(), config.ratio_band)
                 target = config.target_accuracy
@@ -193,6 +210,7 @@ def train(
             ended=ended,
         )
         folder.write("summary.json", asdict(summary))
+        log.end(asdict(summary))
         return summary
 
 
@@ -203,8 +221,10 @@ def evaluate(
     *,
     cluster: Cluster | None = None,
     quiet: bool = True,
+    best: bool = False,
 ) -> dict[str, Any]:
     """Top-1, top-5 and loss of a run's newest checkpoint; every worker of the cluster calls it.
+    `best`: of its best one, where it kept that.
 
     A run of your own module or data needs them again; the module then holds what was evaluated, the
     average of the weights where the run kept one. Unless `quiet`, the first worker says on standard
@@ -224,9 +244,7 @@ def evaluate(
                 f"megabatch.evaluate(run, {word}=...)"
             )
     _check_model(model)
-    found = checkpoint.newest(Path(run) / "checkpoints")
-    if found is None:
-        raise UserError(f"{run} has no good checkpoint to evaluate")
+    found = checkpoint.of_run(Path(run), best)
     cluster = cluster or Cluster.from_env()
     console = to_people(quiet or not cluster.first)
     with contextlib.ExitStack() as ending:

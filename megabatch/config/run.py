@@ -101,6 +101,8 @@ class Config:
     """epochs between checkpoints (0: only at the end)"""
     keep: int = setting(2, least=1, most=1e6, may_change=True)
     """how many checkpoints stay"""
+    keep_best: bool = setting(False, may_change=True)
+    """keep the checkpoint of the best top-1 too, beside the last ones: --best names it"""
     target_accuracy: float | None = setting(
         None, above=0, most=1, may_change=True, hint="give a share, 0.97 say"
     )

@@ -1,5 +1,4 @@
-"""What a run writes down: metrics.jsonl, TensorBoard, and lines or a progress bar on standard
-error.
+"""What a run says: to its loggers, and in lines or a progress bar on standard error.
 
 Only the first worker has a Log that writes; the others' are silent. Nothing here waits for the
 device.
@@ -16,7 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from megabatch.config import Config
 from megabatch.durable import open_plain, replacing
+from megabatch.runs.listening import JsonLines, Logger, TensorBoard, Theirs
 from megabatch.runs.progress import (
     Bar,
     Lines,
@@ -47,25 +47,32 @@ class Log:
     """The run's record and its voice: it speaks from the start, and writes once it has begun.
     `quiet`: nothing is said."""
 
-    def __init__(self, config: Config, quiet: bool) -> None:
+    def __init__(self, config: Config, quiet: bool, loggers: Iterable[Logger] = ()) -> None:
         self._config = config
         self._console = to_people(quiet)
-        self._file: TextIO | None = None
-        self._board: Any = None
+        self._loggers: list[Logger] = [Theirs(one, self.say) for one in loggers]
         self._shown: Shown | None = None
         self._images = self._first_seen = 0
         self._pace, self._verdicts = Pace(), Verdicts()
         self._began = self._last = time.monotonic()
 
-    def begin(self, images: int, seen: int, out: Path | None) -> None:
+    def begin(self, images: int, seen: int, out: Path | None, **counts: int) -> None:
         """The first step is next, of a run over so many images an epoch that has seen some already;
-        with `out` None nothing is written."""
+        with `out` None nothing is written. `counts` are what loggers are told beside these."""
         if out is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._file = (out / "metrics.jsonl").open("a")
-            self._board = SummaryWriter(out / "tensorboard")
+            ours = (JsonLines(out / "metrics.jsonl"), TensorBoard(out / "tensorboard"))
+            self._loggers = [*ours, *self._loggers]
         self._images, self._first_seen = images, seen
+        about = {
+            "config": asdict(self._config),
+            "environment": environment() if self._loggers else {},
+            "images": images,
+            "seen": seen,
+            "out": None if out is None else str(out),
+            **counts,
+        }
+        for logger in self._loggers:
+            logger.begin(about)
         if self._console.is_terminal and not self._console.quiet:
             self._shown = Bar(self._console, self._config.epochs, self._config.epochs * images)
         elif not self._console.quiet:
@@ -127,9 +134,15 @@ class Log:
         )
 
     def evaluating(
-        self, micro_batches: Iterable[tuple[Tensor, Tensor]], images: int, world: int
+        self,
+        micro_batches: Iterable[tuple[Tensor, Tensor]],
+        images: int,
+        world: int,
+        step: int,
+        seen: int,
     ) -> Iterable[tuple[Tensor, Tensor]]:
         """The same micro-batches; who watches sees how far the evaluation is."""
+        self._write("evaluating", {"step": step, "seen": seen, "epoch": seen / self._images})
         if self._shown is None:
             return micro_batches
         return counted(micro_batches, images, world, self._shown.evaluating())
@@ -170,27 +183,19 @@ class Log:
                 )
 
     def _write(self, kind: str, record: dict[str, Any]) -> None:
-        if self._file is None:
-            return
-        record = {k: v if not _not_finite(v) else None for k, v in record.items()}
-        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
-        self._file.flush()
-        place = f"{kind}/{record['name']}" if "name" in record else kind
-        for name, value in record.items():
-            if name not in ("step", "seen", "name") and value is not None:
-                self._board.add_scalar(f"{place}/{name}", value, record["seen"])
+        for logger in self._loggers:
+            logger.write(kind, record)
+
+    def end(self, summary: dict[str, Any] | None) -> None:
+        """The run is over; None: it failed. Nothing is heard after the first call."""
+        loggers, self._loggers = self._loggers, []
+        for logger in loggers:
+            logger.end(summary)
 
     def close(self) -> None:
         if self._shown is not None:
             self._shown.close()
-        if self._file is not None:
-            self._file.close()
-            self._board.close()
-
-
-def _not_finite(value: Any) -> bool:
-    """JSON has no word for infinities and nan."""
-    return isinstance(value, float) and not math.isfinite(value)
+        self.end(None)
 
 
 def drop_after(path: Path, seen: int, first_step: int) -> None:

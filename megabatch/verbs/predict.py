@@ -30,6 +30,8 @@ class PredictFlags:
     """image files"""
     top: Annotated[int, tyro.conf.arg(metavar="N")] = 5
     """how many classes to name"""
+    best: bool = False
+    """take the best checkpoint, where the run kept it (train --keep-best), not the newest"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""
 
@@ -45,7 +47,7 @@ def run(arguments: list[str]) -> int:
             raise UserError(f"there is no image file {name}: name image files")
     from megabatch.runs.trained import load
 
-    trained = load(Path(flags.run))
+    trained = load(Path(flags.run), flags.best)
     if not trained.named and trained.config.data.kind in ("pack", "folder"):
         say(
             f"megabatch: the classes' names are not known, their numbers are told: "
