@@ -18,6 +18,7 @@ VERBS = {
     "pack": "pack a data set into one file that the loader never waits for",
     "plan": "how long a run takes on a machine, before it is started",
     "bench": "measure this machine: the parts against their alternatives",
+    "launch": "write the script that starts a run on a cluster, by Slurm or ssh",
     "report": "runs as one page: curves, where the time went, what differs",
     "runs": "what is in runs/, as a table",
     "watch": "follow a run that was started elsewhere",

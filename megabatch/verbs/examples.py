@@ -24,6 +24,10 @@ EXAMPLES = {
         "megabatch bench sync --workers 4",
         "megabatch bench loader --images PICTURES",
     ),
+    "launch": (
+        "megabatch launch --slurm --nodes 4 --workers 8 train mikami2018 --data.path images.arrow",
+        "megabatch launch --hosts node1,node2 --script run.sh train mikami2018 --out runs/mine",
+    ),
     "report": ("megabatch report runs/mine runs/other",),
     "runs": ("megabatch runs",),
     "watch": ("megabatch watch runs/mine",),
