@@ -18,9 +18,7 @@ SUFFIXES = {"safetensors": (".safetensors",), "torchvision": (".pth", ".pt"), "o
 
 @dataclass(frozen=True)
 class ExportFlags:
-    """Example: megabatch export runs/a --to onnx --out model.onnx
-
-    The newest checkpoint of a run as a file for others: the weights that evaluation uses (their
+    """The newest checkpoint of a run as a file for others: the weights that evaluation uses (their
     moving average, where the run kept one), checked against the run's own outputs.
     """
 

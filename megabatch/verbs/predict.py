@@ -18,10 +18,8 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True)
 class PredictFlags:
-    """Example: megabatch predict runs/a cat.jpg dog.png
-
-    The likeliest classes of each image, by the newest checkpoint of a run; images are cropped and
-    sized as the run's evaluation does it.
+    """The likeliest classes of each image, by the newest checkpoint of a run; images are cropped
+    and sized as the run's evaluation does it.
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]

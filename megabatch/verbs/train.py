@@ -17,6 +17,7 @@ from megabatch.cluster import Cluster, under_launcher
 from megabatch.config import Config
 from megabatch.errors import DONE, STOPPED, UserError
 from megabatch.stopping import keep_stop_requests
+from megabatch.verbs.brief import show_brief
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.workers import on_workers
@@ -77,7 +78,11 @@ def _run(arguments: list[str]) -> int:
             return _help()
         known = ", ".join(recipes.RECIPES)
         raise UserError(f"train needs a recipe: one of {known}, or the config.json of a run")
-    config, launch = read_flags(arguments[0], arguments[1:])
+    if {"-h", "--help"} & {*arguments}:
+        show_brief(f"train {arguments[0]}", Launch(), recipes.named(arguments[0], None, None))
+        return DONE
+    whole = ["--help" if word == "--help-all" else word for word in arguments[1:]]
+    config, launch = read_flags(arguments[0], whole)
     if launch.resume and launch.out is None:
         raise UserError("--resume needs --out: name the folder of the run that is to go on")
     out = launch.out or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -155,6 +160,7 @@ def _help() -> int:
         says = (recipe.__doc__ or "").strip().splitlines()[0]
         print(textwrap.fill(f"  {name:18} {says}", 80, subsequent_indent=" " * 21))
     print("\nmodels (--model):")
-    print(textwrap.indent(textwrap.fill(", ".join(models.names()), 76), "  "))
+    named = ", ".join((*models.names(), "timm:NAME", "torchvision:NAME"))
+    print(textwrap.indent(textwrap.fill(named, 76), "  "))
     print("\nmegabatch train RECIPE --help lists the options with the recipe's values.")
     return DONE

@@ -61,10 +61,9 @@ def network(tmp_path_factory):
         for name, address in zip(names, addresses, strict=True):
             settings = folder / f"sshd-{name}"
             settings.write_text(SETTINGS.format(address=address, folder=folder))
-            daemon = subprocess.Popen(
-                ["ip", "netns", "exec", name, sshd, "-D", "-e", "-f", settings],
-                stderr=(folder / f"log-{name}").open("w"),
-            )
+            log = ending.enter_context((folder / f"log-{name}").open("w"))
+            line = ["ip", "netns", "exec", name, sshd, "-D", "-e", "-f", settings]
+            daemon = subprocess.Popen(line, stderr=log)
             ending.callback(end, daemon)
         ssh = f"ssh -F {folder}/client"
         for address in addresses:
