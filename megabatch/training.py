@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from megabatch.recompute import recompute_statistics
 from megabatch.runs import checkpoint
 from megabatch.runs.diagnosis import diagnosis
 from megabatch.runs.folder import RunFolder, State
+from megabatch.runs.listening import Logger, Theirs, check_loggers
 from megabatch.runs.loggers import Log
 from megabatch.runs.memory import Memory, copied
 from megabatch.runs.progress import counted, counting, say, to_people
@@ -78,6 +81,7 @@ def train(
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     quiet: bool = False,
+    loggers: Sequence[Logger] = (),
     sources: tuple[Source, Source] | None = None,
 ) -> Summary:
     """Train as the config says; every worker of the cluster calls it.
@@ -87,16 +91,26 @@ def train(
     run alone), no hooks, no gradients. Changed are its weights and moving averages, and where it
     lies: on the cluster's device, in fp32, or fp64 for precision fp64, channels last on a GPU.
     `data` is a map-style data set of (image, label), of which a share is held out by hash, or a
-    pair (train, val). Without `out` nothing is written. `sources` are the config's images as
-    data.opening.open_sources opened them, for one run after another: they stay the caller's.
+    pair (train, val). Without `out` nothing is written. `loggers` hear of the run on the first
+    worker, and cannot change it. `sources` are the config's images as data.opening.open_sources
+    opened them, for one run after another: they stay the caller's.
     """
     config = _checked(config, model, data)
+    check_loggers(loggers)
     place = None if out is None else Path(out)
+    console = to_people(quiet)
+    theirs = [Theirs(one, functools.partial(say, console)) for one in loggers]
 
     def run(cluster: Cluster, passage: Passage[Memory]) -> Summary:
-        return _train(config, model, data, sources, cluster, passage, place, resume, quiet)
+        return _train(config, model, data, sources, cluster, passage, place, resume, quiet, theirs)
 
-    return in_worlds(cluster or Cluster.from_env(), run)
+    summary = None
+    try:
+        summary = in_worlds(cluster or Cluster.from_env(), run)
+    finally:
+        for one in theirs:
+            one.end(None if summary is None else asdict(summary))
+    return summary
 
 
 def _train(
@@ -109,9 +123,10 @@ def _train(
     place: Path | None,
     resume: bool,
     quiet: bool,
+    theirs: Sequence[Theirs],
 ) -> Summary:
     """From wherever the run stands to its end, or until a worker of this world is lost."""
-    log = Log(config, quiet or not cluster.first)
+    log = Log(config, quiet or not cluster.first, theirs if cluster.first else ())
     with contextlib.ExitStack() as ending:
         ending.enter_context(compute_settings(config, cluster))
         speaks = cluster.first and not quiet
@@ -135,8 +150,9 @@ def _train(
 
         if not passage.again:
             log.table(config.derived(images, cluster.world), f"megabatch train {config.name}")
+        counts = {"held_out": len(val_set), "steps": state.steps, "world": cluster.world}
         recent = () if held is None else held.recent
-        log.begin(images, state.seen, folder.for_log, recent)
+        log.begin(images, state.seen, folder.for_log, recent, **counts)
         ending.callback(log.close)
         loader = Loader(train_set, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
@@ -161,18 +177,23 @@ def _train(
             # Now and then, after a step: evaluate, save, say what was waited for.
             epoch, last = state.seen / images, state.seen >= total
             if state.settled < state.steps:
-                step, paused = delayed.last, time.perf_counter()
+                step, paused, best = delayed.last, time.perf_counter(), False
                 if ended == "finished" and (last or _due(step.epoch, epoch, config.eval_every)):
                     recompute_statistics(parts, loader, config.bn_recompute, cluster)
                     with parts.average.in_place():
                         held_out = loader.validation_images
-                        watched = log.evaluating(loader.validation(), held_out, cluster.world)
-                        state.evaluated(score(net, watched, held_out, config, cluster))
+                        watched = log.evaluating(
+                            loader.validation(), held_out, cluster.world, state.steps, state.seen
+                        )
+                        best = state.evaluated(score(net, watched, held_out, config, cluster))
                     log.evaluation(state.steps, state.seen, epoch, state.evaluation)
                     log.layers(step.index, state.seen, parts.layers(), config.ratio_band)
                     if _reached(state, config):
                         ended = "target"
                 state.settled = state.steps
+                if best and config.keep_best:
+                    state.pending = delayed.state()
+                    folder.save(state, parts, clock.seconds, best=True)
                 if not last and ended == "finished" and _due(step.epoch, epoch, config.save_every):
                     state.pending = delayed.state()
                     folder.save(state, parts, clock.seconds)
@@ -245,8 +266,10 @@ def evaluate(
     *,
     cluster: Cluster | None = None,
     quiet: bool = True,
+    best: bool = False,
 ) -> dict[str, Any]:
     """Top-1, top-5 and loss of a run's newest checkpoint; every worker of the cluster calls it.
+    `best`: of its best one, where it kept that.
 
     A run of your own module or data needs them again; the module then holds what was evaluated, the
     average of the weights where the run kept one. Unless `quiet`, the first worker says on standard
@@ -266,9 +289,7 @@ def evaluate(
                 f"megabatch.evaluate(run, {word}=...)"
             )
     _check_model(model)
-    found = checkpoint.newest(Path(run) / "checkpoints")
-    if found is None:
-        raise UserError(f"{run} has no good checkpoint to evaluate")
+    found = checkpoint.of_run(Path(run), best)
     cluster = cluster or Cluster.from_env()
     console = to_people(quiet or not cluster.first)
     with contextlib.ExitStack() as ending:

@@ -67,11 +67,13 @@ class State:
             self.batch = numbers.batch or batch
             self.proposed = following_batch(config, self.batch, self.noise.scale)
 
-    def evaluated(self, evaluation: dict[str, float]) -> None:
-        """Take in an evaluation: the last, perhaps the best, one of the last five."""
+    def evaluated(self, evaluation: dict[str, float]) -> bool:
+        """Take in an evaluation: the last, one of the last five; returns whether it is the best."""
+        better = evaluation["top1"] > self.best_top1
         self.evaluation = evaluation
         self.best_top1 = max(self.best_top1, evaluation["top1"])
         self.last_top1s = [*self.last_top1s, evaluation["top1"]][-5:]
+        return better
 
     @staticmethod
     def of(saved: dict[str, Any], stages: int) -> State:
@@ -219,12 +221,15 @@ class RunFolder:
                 f"another --out"
             )
 
-    def save(self, state: State, saved: Saved, seconds: float) -> None:
-        """Write a checkpoint; `seconds` is how long the run has taken so far."""
+    def save(self, state: State, saved: Saved, seconds: float, best: bool = False) -> None:
+        """Write a checkpoint, or the best one; `seconds` is how long the run has taken so far."""
         state.seconds = seconds
         if self._writes:
             assert self.path is not None
             try:
+                if best:
+                    checkpoint.save_alone(self.path / checkpoint.BEST, saved, asdict(state))
+                    return
                 checkpoint.save(self.path / "checkpoints", saved, asdict(state), self._config.keep)
             except OSError as error:
                 raise self._cannot(error) from error
