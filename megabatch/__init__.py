@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from megabatch.batch import Stage
     from megabatch.cluster import Cluster
     from megabatch.config import Config, Data, LearningRate, Noise, OptimizerConfig
+    from megabatch.data.own_loop import Loader
     from megabatch.errors import RunFailed, UserError
     from megabatch.optim import LAMB, LARS, parameter_groups
     from megabatch.planner import forecast
+    from megabatch.runs.listening import Logger
     from megabatch.schedule import constant, cosine, join, linear_scaling, poly, step_decay, warmup
     from megabatch.sync.ddp import GradSync
     from megabatch.training import Summary, evaluate, train
@@ -31,6 +33,8 @@ __all__ = [
     "Data",
     "GradSync",
     "LearningRate",
+    "Loader",
+    "Logger",
     "Noise",
     "OptimizerConfig",
     "RunFailed",
@@ -59,9 +63,11 @@ _HOMES = {
     "batch": ["Stage"],
     "cluster": ["Cluster"],
     "config": ["Config", "Data", "LearningRate", "Noise", "OptimizerConfig"],
+    "data.own_loop": ["Loader"],
     "errors": ["RunFailed", "UserError"],
     "optim": ["LAMB", "LARS", "parameter_groups"],
     "planner": ["forecast"],
+    "runs.listening": ["Logger"],
     "schedule": ["constant", "cosine", "join", "linear_scaling", "poly", "step_decay", "warmup"],
     "sync.ddp": ["GradSync"],
     "training": ["Summary", "evaluate", "train"],

@@ -19,8 +19,9 @@ from megabatch.layers import replace_layers
 
 
 class SpanBatchNorm(_BatchNorm):
-    """Takes the place of a batch-norm layer: the same parameters and buffers under the same
-    names."""
+    """Takes the place of a batch-norm layer: the same parameters and buffers under the same names.
+
+    Layers inside it, such as the activation of timm's, work on what it has normalised."""
 
     running_mean: Tensor
     running_var: Tensor
@@ -34,12 +35,20 @@ class SpanBatchNorm(_BatchNorm):
         self.weight, self.bias = layer.weight, layer.bias
         for name, buffer in layer.named_buffers(recurse=False):
             self.register_buffer(name, buffer)
+        for name, inner in layer.named_children():
+            self.add_module(name, inner)
         self.training = layer.training
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Any number of dimensions: one class serves 1d, 2d and 3d."""
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self._normalised(x)
+        for inner in self._modules.values():
+            x = x if inner is None else inner(x)
+        return x
+
+    def _normalised(self, x: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None:
             return super().forward(x)
         span = min(self.span, len(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
@@ -26,12 +27,14 @@ VERBS = {
     "pack": "pack a data set into one file that the loader never waits for",
     "plan": "how long a run takes on a machine, before it is started",
     "bench": "measure this machine: the parts against their alternatives",
+    "launch": "write the script that starts a run on a cluster, by Slurm or ssh",
     "report": "runs as one page: curves, where the time went, what differs",
     "runs": "what is in runs/, as a table",
     "watch": "follow a run that was started elsewhere",
     "export": "take the model with you: safetensors, torchvision, ONNX",
     "predict": "what a run's model sees in an image",
     "chaos": "kill, stop and starve a real job: it must end as if nothing had happened",
+    "completion": "a script that completes verbs, recipes and flags in your shell",
     "doctor": "what works on this machine, what does not, and how to get it",
 }
 
@@ -62,6 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     except (RunFailed, WorkerFailed) as error:
         _say(error)
         return FAILED
+    except BrokenPipeError:  # whoever reads had enough, as head has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
     except KeyboardInterrupt:
         _say(f"ended at once, as asked{_KEPT.get(verb, '')}")
         return INTERRUPTED

@@ -1,42 +1,92 @@
-"""Beginning from somebody's weights: a safetensors file with this model's names (torchvision's, for
-ResNets); a head of another number of classes is made anew."""
+"""Beginning from somebody's weights: a file with this model's names (torchvision's, for ResNets),
+or those that the library of a model has; a head of another number of classes is made anew."""
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
+from megabatch.config import Config
 from megabatch.errors import UserError
+from megabatch.models import zoo
+
+_INSIDE = ("state_dict", "model")
+"""where training scripts put the weights among other things"""
+
+
+def begin_from(net: nn.Module, config: Config) -> None:
+    """Put the weights that a run begins from into its model."""
+    if config.init == zoo.PRETRAINED:
+        load_pretrained(net, config)
+    else:
+        load_initial(net, config.init)
 
 
 def load_initial(net: nn.Module, path: str) -> list[str]:
     """Load weights into a module; returns the names that keep their fresh values: the head's."""
     if not Path(path).is_file():
-        raise UserError(f"there is no file {path}: --init takes a safetensors file")
-    try:
-        found = load_file(path)
-    except (SafetensorError, OSError) as error:
         raise UserError(
-            f"{path} cannot be read as safetensors ({error}): check the file"
+            f"there is no file {path}: --init takes a safetensors file, or a .pth of torch's"
+        )
+    return _put(net, _read(path), path)
+
+
+def load_pretrained(net: nn.Module, config: Config) -> list[str]:
+    """The same with the weights that timm or torchvision has, in its cache or on its servers."""
+    data = config.data
+    try:
+        trained = zoo.build(config.model, None, data.channels, data.size, pretrained=True)
+    except UserError:
+        raise
+    except Exception as error:  # of the network, the hub, the cache: each has its own
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"the weights of {config.model} cannot be had ({reason:.200}): fetch them where there "
+            f"is a network, or give a file, --init FILE"
         ) from error
+    return _put(net, trained.state_dict(), f"the pretrained {config.model}")
+
+
+def _read(path: str) -> dict[str, Tensor]:
+    try:
+        if not path.endswith((".pth", ".pt", ".bin")):
+            return load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        kind = "weights of torch's" if path.endswith((".pth", ".pt", ".bin")) else "safetensors"
+        raise UserError(f"{path} cannot be read as {kind} ({reason}): check the file") from error
+    for name in _INSIDE:
+        if isinstance(found, dict) and isinstance(found.get(name), dict):
+            found = found[name]
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise UserError(f"{path} holds no weights by name: save model.state_dict() there")
+    return {str(name).removeprefix("module."): tensor for name, tensor in found.items()}
+
+
+def _put(net: nn.Module, found: dict[str, Tensor], origin: str) -> list[str]:
     own = net.state_dict()
     head = _head(net)
     fresh = [name for name in head if name in found and found[name].shape != own[name].shape]
     for name in own:
         if name not in found and not name.endswith("num_batches_tracked"):
-            raise UserError(f"{path} has no weight {name}: it is of another model than this run's")
+            raise UserError(
+                f"{origin} has no weight {name}: it is of another model than this run's"
+            )
         if name in found and name not in fresh and found[name].shape != own[name].shape:
             raise UserError(
-                f"{name} has shape {tuple(found[name].shape)} in {path} but "
+                f"{name} has shape {tuple(found[name].shape)} in {origin} but "
                 f"{tuple(own[name].shape)} in this run's model: only the head may differ"
             )
     unknown = sorted(found.keys() - own.keys())
     if unknown:
-        raise UserError(f"{path} holds {unknown[0]}, which this run's model does not have")
+        raise UserError(f"{origin} holds {unknown[0]}, which this run's model does not have")
     with torch.no_grad():
         for name, tensor in own.items():
             if name in found and name not in fresh:
@@ -45,6 +95,12 @@ def load_initial(net: nn.Module, path: str) -> list[str]:
 
 
 def _head(net: nn.Module) -> list[str]:
-    """The parameters of the last linear layer."""
-    linear = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
-    return [f"{linear[-1]}.weight", f"{linear[-1]}.bias"] if linear else []
+    """The parameters of the layer that gives the logits: the one that timm's models name
+    themselves, or the last that multiplies."""
+    layers = {module: name for name, module in net.named_modules()}
+    ask: Any = getattr(net, "get_classifier", tuple)
+    named = ask()
+    heads: list[nn.Module] = [named] if isinstance(named, nn.Module) else list(named)
+    if not heads:
+        heads += [m for m in layers if isinstance(m, nn.Linear | nn.Conv2d)][-1:]
+    return [f"{layers[head]}.{name}" for head in heads for name, _ in head.named_parameters()]

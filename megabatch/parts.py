@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,10 +17,11 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.ema import WeightAverage
 from megabatch.errors import UserError
-from megabatch.finetune import load_initial
+from megabatch.finetune import begin_from
 from megabatch.graphs import CapturedPass, captured
 from megabatch.keyed import key_dropout
 from megabatch.models.resnet import open_blocks
+from megabatch.models.zoo import is_foreign
 from megabatch.optim import Layerwise, build, parameter_groups
 from megabatch.passes import Pass, choose
 from megabatch.precision import LossScale, Masters, full_dtype
@@ -38,7 +40,7 @@ class Parts:
     graph: CapturedPass | None
     """the same with its backward, as a CUDA graph, where passes are small"""
     own: bool
-    """a module of the caller's, which may draw from torch's generator"""
+    """a module of somebody else's, which may draw from torch's generator"""
     masters: Masters
     optimizer: Layerwise
     engine: GradientSum
@@ -120,8 +122,8 @@ def prepared(
             open_blocks(net)
     with contextlib.ExitStack() as ending:
         ending.callback(_set_modes, {module: module.training for module in net.modules()})
-        if config.init:
-            load_initial(net, config.init)
+        if config.init:  # on the first worker; the others get all of its weights below
+            cluster.agree(functools.partial(begin_from, net, config))
         ending.callback(use_spans(net, config.span))
         ending.callback(key_dropout(net, config.seed))
         net.to(cluster.device, full_dtype(config))
@@ -182,7 +184,7 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
         net=net,
         run=run,
         graph=captured(config, cluster, run, net),
-        own=own,
+        own=own or is_foreign(config.model),
         masters=masters,
         optimizer=optimizer,
         engine=engine,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from megabatch.recompute import recompute_statistics
 from megabatch.runs import checkpoint
 from megabatch.runs.diagnosis import diagnosis, divergence
 from megabatch.runs.folder import RunFolder, State
+from megabatch.runs.listening import Logger, Theirs, check_loggers
 from megabatch.runs.loggers import Log
 from megabatch.runs.memory import Memory, copied
 from megabatch.runs.progress import counted, counting, say, to_people
@@ -80,6 +83,7 @@ def train(
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     quiet: bool = False,
+    loggers: Sequence[Logger] = (),
     sources: tuple[Source, Source] | None = None,
 ) -> Summary:
     """Train as the config says; every worker of the cluster calls it.
@@ -89,16 +93,26 @@ def train(
     run alone), no hooks, no gradients. Changed are its weights and moving averages, and where it
     lies: on the cluster's device, in fp32, or fp64 for precision fp64, channels last on a GPU.
     `data` is a map-style data set of (image, label), of which a share is held out by hash, or a
-    pair (train, val). Without `out` nothing is written. `sources` are the config's images as
-    data.opening.open_sources opened them, for one run after another: they stay the caller's.
+    pair (train, val). Without `out` nothing is written. `loggers` hear of the run on the first
+    worker, and cannot change it. `sources` are the config's images as data.opening.open_sources
+    opened them, for one run after another: they stay the caller's.
     """
     config = _checked(config, model, data)
+    check_loggers(loggers)
     place = None if out is None else Path(out)
+    console = to_people(quiet)
+    theirs = [Theirs(one, functools.partial(say, console)) for one in loggers]
 
     def run(cluster: Cluster, passage: Passage[Memory]) -> Summary:
-        return _train(config, model, data, sources, cluster, passage, place, resume, quiet)
+        return _train(config, model, data, sources, cluster, passage, place, resume, quiet, theirs)
 
-    return in_worlds(cluster or Cluster.from_env(), run)
+    summary = None
+    try:
+        summary = in_worlds(cluster or Cluster.from_env(), run)
+    finally:
+        for one in theirs:
+            one.end(None if summary is None else asdict(summary))
+    return summary
 
 
 def _train(
@@ -111,9 +125,10 @@ def _train(
     place: Path | None,
     resume: bool,
     quiet: bool,
+    theirs: Sequence[Theirs],
 ) -> Summary:
     """From wherever the run stands to its end, or until a worker of this world is lost."""
-    log = Log(config, quiet or not cluster.first)
+    log = Log(config, quiet or not cluster.first, theirs if cluster.first else ())
     with contextlib.ExitStack() as ending:
         ending.enter_context(compute_settings(config, cluster))
         speaks = cluster.first and not quiet
@@ -137,8 +152,9 @@ def _train(
 
         if not passage.again:
             log.table(config.derived(images, cluster.world), f"megabatch train {config.name}")
+        counts = {"held_out": len(val_set), "steps": state.steps, "world": cluster.world}
         recent = () if held is None else held.recent
-        log.begin(images, state.seen, folder.for_log, recent)
+        log.begin(images, state.seen, folder.for_log, recent, **counts)
         ending.callback(log.close)
         loader = Loader(train_set, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
@@ -164,26 +180,33 @@ def _train(
             # Now and then, after a step: evaluate, save, say what was waited for.
             epoch, last = state.seen / images, state.seen >= total
             if state.settled < state.steps:
-                step, paused = delayed.last, time.perf_counter()
+                step, paused, best = delayed.last, time.perf_counter(), False
                 if ended == "finished" and (last or _due(step.epoch, epoch, config.eval_every)):
                     folder.wait()
                     recompute_statistics(parts, loader, config.bn_recompute, cluster)
                     with parts.average.in_place():
                         held_out = loader.validation_images
-                        watched = log.evaluating(loader.validation(), held_out, cluster.world)
+                        watched = log.evaluating(
+                            loader.validation(), held_out, cluster.world, state.steps, state.seen
+                        )
                         waiting = parts.engine.blocked("the end of an evaluation")
-                        state.evaluated(score(net, watched, held_out, config, cluster, waiting))
+                        found = score(net, watched, held_out, config, cluster, waiting)
+                        best = state.evaluated(found) and config.keep_best
                     log.evaluation(state.steps, state.seen, epoch, state.evaluation)
                     log.layers(step.index, state.seen, parts.layers(), config.ratio_band)
                     if _reached(state, config):
                         ended = "target"
-                saves = not last and _due(step.epoch, epoch, config.save_every)
+                saves = not last and ended == "finished"
+                saves = saves and _due(step.epoch, epoch, config.save_every)
                 compared = None
-                if saves and ended == "finished":
+                if saves or best:
                     compared = replicas.compare(state.steps, parts.replicated())
                 state.settled = state.steps
-                if saves and ended == "finished":
-                    folder.save(state, parts, clock.seconds, delayed.state_later(), compared)
+                if saves or best:
+                    pending = delayed.state_later()
+                    folder.save(
+                        state, parts, clock.seconds, pending, compared, last=saves, best=best
+                    )
                 clock.passed_over(time.perf_counter() - paused)
                 if _due(step.epoch, epoch, 1.0):
                     clock.waited_for_others(parts.engine.exposed_seconds())
@@ -220,8 +243,8 @@ def _train(
                     raise diagnosis(numbers, delayed.losses, net, folder, cluster)
                 if numbers.stop:
                     ended = "stopped"
-            if (found := replicas.read()) is not None:
-                raise divergence(found, folder, cluster)
+            if (differing := replicas.read()) is not None:
+                raise divergence(differing, folder, cluster)
             if replicas.due(state.steps):
                 replicas.compare(state.steps, parts.replicated())
             folder.check()
@@ -230,8 +253,8 @@ def _train(
         seconds, training_seconds = clock.seconds, clock.training_seconds
         compared = replicas.compare(state.steps, parts.replicated())
         folder.save(state, parts, seconds, delayed.state_later(), compared)
-        if (found := replicas.read()) is not None:
-            raise divergence(found, folder, cluster)
+        if (differing := replicas.read()) is not None:
+            raise divergence(differing, folder, cluster)
         numbers = delayed.take()
         if numbers is not None:
             state.learn(numbers, config)
@@ -268,8 +291,10 @@ def evaluate(
     *,
     cluster: Cluster | None = None,
     quiet: bool = True,
+    best: bool = False,
 ) -> dict[str, Any]:
     """Top-1, top-5 and loss of a run's newest checkpoint; every worker of the cluster calls it.
+    `best`: of its best one, where it kept that.
 
     A run of your own module or data needs them again; the module then holds what was evaluated, the
     average of the weights where the run kept one. Unless `quiet`, the first worker says on standard
@@ -289,9 +314,7 @@ def evaluate(
                 f"megabatch.evaluate(run, {word}=...)"
             )
     _check_model(model)
-    found = checkpoint.newest(Path(run) / "checkpoints")
-    if found is None:
-        raise UserError(f"{run} has no good checkpoint to evaluate")
+    found = checkpoint.of_run(Path(run), best)
     cluster = cluster or Cluster.from_env()
     console = to_people(quiet or not cluster.first)
     with contextlib.ExitStack() as ending:

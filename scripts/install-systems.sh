@@ -1,5 +1,5 @@
 #!/bin/sh
-# What `make test-systems` runs: Open MPI, MPICH, Slurm with munge, Chromium (Debian, Ubuntu).
+# What `make test-systems` runs: Open MPI, MPICH, Slurm with munge, Chromium, sshd, zsh and fish (Debian, Ubuntu).
 # Does nothing where all of them are there; otherwise it needs root and a package mirror.
 set -eu
 
@@ -17,6 +17,9 @@ need slurmctld slurmctld
 need slurmd slurmd
 need munged munge
 need chromium chromium
+need sshd openssh-server
+need zsh zsh
+need fish fish
 
 [ -n "$missing" ] || exit 0
 echo "installing$missing" >&2

@@ -189,9 +189,9 @@ def test_every_number_has_bounds():
 # --- resuming ------------------------------------------------------------------------------------
 
 FREE = {
-    "ratio_band", "eval_every", "save_every", "keep", "target_accuracy", "bucket_mb", "plan",
-    "wire", "compile", "graphs", "data.path", "data.local_copy", "data.threads", "data.processes",
-    "data.resident", "data.shared",
+    "ratio_band", "eval_every", "save_every", "keep", "keep_best", "target_accuracy", "bucket_mb",
+    "plan", "wire", "compile", "graphs", "data.path", "data.local_copy", "data.threads",
+    "data.processes", "data.resident", "data.shared",
     "hybrid.small", "hybrid.large", "hybrid.threshold_mb",
 }  # fmt: skip
 

@@ -60,6 +60,8 @@ def test_every_train_command_would_be_accepted():
         try:
             train_verb.read_flags(plain[0], plain[1:])
         except UserError as error:
+            if "is not installed here" in str(error):  # a model of timm's or torchvision's
+                continue
             raise AssertionError(f"{page}: {' '.join(rest)}: {error}") from None
         checked += 1
     assert checked >= 3

@@ -18,7 +18,7 @@ NAMES = {
     "UserError", "RunFailed",
     "linear_scaling", "warmup", "constant", "poly", "cosine", "step_decay", "join",
     "LARS", "LAMB", "parameter_groups", "Cluster", "GradSync",
-    "train", "evaluate", "Summary", "forecast",
+    "train", "evaluate", "Summary", "Logger", "Loader", "forecast",
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from megabatch.config.settings import (
     settings_of,
 )
 from megabatch.errors import UserError
+from megabatch.models.zoo import PRETRAINED, is_foreign
 from megabatch.plans import names
 from megabatch.schedule import scaled
 from megabatch.tree import deal
@@ -53,7 +54,8 @@ class Config:
     name: str = setting("custom")
     """what the run is called"""
     model: str = setting("small")
-    """one of the bundled models, which megabatch train --help lists"""
+    """one of the bundled models, which megabatch train --help lists, or timm:NAME or
+    torchvision:NAME where those are installed"""
     epochs: float = setting(20.0, above=0, most=EPOCHS)
     """passes over the training images"""
     batch: int = setting(256, least=1, most=IMAGES)
@@ -85,7 +87,8 @@ class Config:
     ema: float = setting(0.0, least=0, below=1)
     """evaluate and save a moving average of the weights with this decay a step (0: none)"""
     init: str = setting("")
-    """begin from the weights in this safetensors file; a head of other classes is made anew"""
+    """begin from the weights in this file (safetensors, or torch's .pth), or "pretrained": those
+    that timm or torchvision has for its model; a head of other classes is made anew"""
     ratio_band: tuple[float, float] = setting((1e-5, 100.0), least=0, most=1e9, may_change=True)
     """an alarm line is printed when a layer's trust ratio leaves this band"""
     seed: int = setting(0, least=0, below=2**53)
@@ -104,6 +107,8 @@ class Config:
     patience: float = setting(60.0, least=0, most=86_400, may_change=True)
     """seconds that a worker may be silent, dead or stopped, before the others name it and end; one
     that lives may let them wait ten times as long (0: they wait for ever)"""
+    keep_best: bool = setting(False, may_change=True)
+    """keep the checkpoint of the best top-1 too, beside the last ones: --best names it"""
     target_accuracy: float | None = setting(
         None, above=0, most=1, may_change=True, hint="give a share, 0.97 say"
     )
@@ -286,9 +291,13 @@ class Config:
     def _check_model(self) -> None:
         if not self.model.startswith("own "):
             models.check(self.model, self.data.size)
-            return
         need(
-            self.zero_gamma,
+            self.init != PRETRAINED or is_foreign(self.model),
+            f"model {self.model!r} comes without weights: give --init FILE, or a model of timm's "
+            f"or torchvision's",
+        )
+        need(
+            self.zero_gamma or not self.model.startswith("own "),
             "a module of your own begins with the gammas that it has: leave zero_gamma as it is",
         )
 

@@ -1,8 +1,9 @@
 """The models, by name: ResNet (Goyal 2017), AlexNet (You 2018, Jia 2018) and a small net for CPUs.
 
 A file here declares its models as MODELS, a plain literal of names and the only image size each
-takes (None: any), and has a function of each name: a new model is a new file. The literals are read
-without importing the files, hence without torch: `--help` and a wrong name answer at once.
+takes (None: any), and has a function of each name: a new model is a new file. The literals are
+read without importing the files, hence without torch: `--help` and a wrong name answer at once.
+Models of timm and torchvision have their library's name before their own: see zoo.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megabatch.errors import UserError
+from megabatch.models import zoo
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,10 +45,16 @@ def names() -> tuple[str, ...]:
 
 def check(name: str, image_size: int | None = None) -> None:
     """Refuse, in one sentence, for an unknown name or a size the model cannot take."""
+    if zoo.is_foreign(name):
+        zoo.check(name)
+        return
     if name not in _models():
         close = difflib.get_close_matches(name, _models(), n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise UserError(f"no model is called {name!r}{hint}; the models are {', '.join(_models())}")
+        raise UserError(
+            f"no model is called {name!r}{hint}; the models are {', '.join(_models())}, "
+            f"and timm:NAME and torchvision:NAME where those are installed"
+        )
     only = _models()[name].image_size
     if only is not None and image_size not in (None, only):
         raise UserError(f"model {name!r} takes images of {only} px, not of {image_size} px")
@@ -59,6 +67,8 @@ def build(
 
     `image_size` is checked and does not change the model; None leaves the check to the first image.
     """
+    if zoo.is_foreign(name):
+        return zoo.build(name, num_classes, channels, image_size)
     check(name, image_size)
     make = getattr(import_module(f"{__name__}.{_models()[name].module}"), name)
     model: nn.Module = make(num_classes=num_classes, channels=channels)

@@ -3,6 +3,7 @@ never by name."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,9 @@ Group = dict[str, Any]
 
 # _NormBase is the parent of every batch norm and instance norm.
 NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+# Their weights multiply what comes in, whatever shape they have.
+_MULTIPLYING = (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention)
 
 
 def parameter_groups(
@@ -18,17 +22,22 @@ def parameter_groups(
 ) -> list[Group]:
     """One group of weights that decay and adapt, one of all the rest, which does neither.
 
-    The rest is what normalises and what has fewer than two dimensions; it learns at `share` of the
-    rate, and decays only if `decay_all`. Frozen parameters and empty groups are left out.
+    The rest is what normalises, what is looked up or added (embeddings, tokens, positions), what
+    the module itself declares by timm's `no_weight_decay()`, and what has fewer than two
+    dimensions; it learns at `share` of the rate, and decays only if `decay_all`. Frozen parameters
+    and empty groups are left out.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
-    normalising = {
-        p for m in module.modules() if isinstance(m, NORMALISATIONS) for p in m.parameters()
+    # An embedding that is also a layer's weight multiplies.
+    multiplying = {
+        p for m in module.modules() if isinstance(m, _MULTIPLYING) for p in m.parameters()
     }
+    apart = {p for m in module.modules() for p in _apart(m)} - multiplying
+    apart |= {p for m in module.modules() for p in _declared(m)}
     adapted: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for p in trainable:
-        (plain if p.ndim < 2 or p in normalising else adapted).append(p)
+        (plain if p.ndim < 2 or p in apart else adapted).append(p)
     assert len(adapted) + len(plain) == len(trainable) == len({*adapted, *plain})
     groups: list[Group] = [
         {"params": adapted, "weight_decay": weight_decay, "adapt": True, "share": 1.0},
@@ -40,3 +49,20 @@ def parameter_groups(
         },
     ]
     return [group for group in groups if group["params"]]
+
+
+def _apart(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of a layer that neither decay nor adapt, whatever their shape."""
+    if isinstance(layer, (*NORMALISATIONS, *EMBEDDINGS)):
+        yield from layer.parameters()
+    elif not isinstance(layer, _MULTIPLYING):
+        # One for all images of a batch: it is added, as tokens and positions are, or scales.
+        yield from (p for p in layer.parameters(recurse=False) if p.ndim > 2 and len(p) == 1)
+
+
+def _declared(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that the model's own author keeps from decaying, in timm's way."""
+    declared = getattr(layer, "no_weight_decay", None)
+    if callable(declared):
+        named = dict(layer.named_parameters())
+        yield from (named[name] for name in declared() if name in named)

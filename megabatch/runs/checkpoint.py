@@ -26,6 +26,8 @@ from megabatch.durable import open_plain, read_plain, remove, sync, write
 from megabatch.errors import UserError
 
 WEIGHTS = "model.safetensors"
+CHECKPOINTS, BEST = "checkpoints", "best"
+"""folders of a run"""
 _OPTIMIZER, _EXTRA, _STATE = "optimizer.safetensors", "extra.safetensors", "state.json"
 _MANIFEST = "manifest.json"
 # Bytes at most: a folder of somebody else's may hold anything.
@@ -102,6 +104,25 @@ def write_snapshot(folder: Path, snapshot: Snapshot, state: dict[str, Any], keep
     for old in list(_newest_first(folder))[keep:]:
         remove(old)
     return final
+
+
+def write_alone(folder: Path, snapshot: Snapshot, state: dict[str, Any]) -> Path:
+    """The same, but it alone stays, whichever are newer: those are of a run that was resumed from
+    before them."""
+    final = write_snapshot(folder, snapshot, state, keep=sys.maxsize)
+    for other in _newest_first(folder):
+        if other != final:
+            remove(other)
+    return final
+
+
+def of_run(run: Path, best: bool = False) -> Path:
+    """The newest good checkpoint of a run, or its best; a UserError where there is none."""
+    found = newest(run / (BEST if best else CHECKPOINTS))
+    if found is None:
+        hint = ": --keep-best keeps one in training" if best else " yet"
+        raise UserError(f"{run} has no {'best' if best else 'good'} checkpoint{hint}")
+    return found
 
 
 def _write(partial: Path, snapshot: Snapshot, state: dict[str, Any]) -> None:

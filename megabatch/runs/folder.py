@@ -71,11 +71,13 @@ class State:
             self.batch = numbers.batch or batch
             self.proposed = following_batch(config, self.batch, self.noise.scale)
 
-    def evaluated(self, evaluation: dict[str, float]) -> None:
-        """Take in an evaluation: the last, perhaps the best, one of the last five."""
+    def evaluated(self, evaluation: dict[str, float]) -> bool:
+        """Take in an evaluation: the last, one of the last five; returns whether it is the best."""
+        better = evaluation["top1"] > self.best_top1
         self.evaluation = evaluation
         self.best_top1 = max(self.best_top1, evaluation["top1"])
         self.last_top1s = [*self.last_top1s, evaluation["top1"]][-5:]
+        return better
 
     @staticmethod
     def of(saved: dict[str, Any], stages: int) -> State:
@@ -235,23 +237,31 @@ class RunFolder:
         seconds: float,
         pending: Callable[[], list[Any]] = list,
         comparison: Comparison | None = None,
+        *,
+        last: bool = True,
+        best: bool = False,
     ) -> None:
-        """Begin to write a checkpoint of what is held now, when the one before is there.
+        """Begin to write a checkpoint of what is held now, when the one before is there: as the
+        last one, as the best, or both.
 
         `seconds` is how long the run has taken so far, `pending` tells the numbers of the last step
         that are still on their way. Where workers differ by the `comparison` nothing is written:
         the run ends of it.
         """
         state.seconds = seconds
-        if not self._writes:
+        if not self._writes or not (last or best):
             return
         assert self.path is not None
-        place, keep = self.path / "checkpoints", self._config.keep
-        snapshot, record = Snapshot(saved), asdict(state)
+        path, keep, snapshot, record = self.path, self._config.keep, Snapshot(saved), asdict(state)
 
         def write() -> None:
-            if comparison is None or not comparison.differing():
-                checkpoint.write_snapshot(place, snapshot, {**record, "pending": pending()}, keep)
+            if comparison is not None and comparison.differing():
+                return
+            whole = {**record, "pending": pending()}
+            if best:
+                checkpoint.write_alone(path / checkpoint.BEST, snapshot, whole)
+            if last:
+                checkpoint.write_snapshot(path / checkpoint.CHECKPOINTS, snapshot, whole, keep)
 
         with self._in_words():
             self._background.begin(write)

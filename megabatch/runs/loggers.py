@@ -1,5 +1,4 @@
-"""What a run writes down: metrics.jsonl, TensorBoard, and lines or a progress bar on standard
-error.
+"""What a run says: to its loggers, and in lines or a progress bar on standard error.
 
 Only the first worker has a Log that writes; the others' are silent. Nothing here waits for the
 device.
@@ -16,7 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from megabatch.config import Config
 from megabatch.durable import open_plain, replacing
+from megabatch.runs.listening import JsonLines, Logger, TensorBoard
 from megabatch.runs.progress import (
     Bar,
     Lines,
@@ -49,11 +49,12 @@ class Log:
     """The run's record and its voice: it speaks from the start, and writes once it has begun.
     `quiet`: nothing is said."""
 
-    def __init__(self, config: Config, quiet: bool) -> None:
+    def __init__(self, config: Config, quiet: bool, theirs: Sequence[Logger] = ()) -> None:
         self._config = config
         self._console = to_people(quiet)
-        self._file: TextIO | None = None
-        self._board: Any = None
+        self._theirs = theirs
+        """the caller's, who tells them the end"""
+        self._own: list[Logger] = []
         self._shown: Shown | None = None
         self._images = self._first_seen = 0
         self._pace, self._verdicts = Pace(), Verdicts()
@@ -63,20 +64,34 @@ class Log:
         may be lost with who wrote it"""
 
     def begin(
-        self, images: int, seen: int, out: Path | None, recent: Sequence[Record] = ()
+        self,
+        images: int,
+        seen: int,
+        out: Path | None,
+        recent: Sequence[Record] = (),
+        **counts: int,
     ) -> None:
         """The first step is next, of a run over so many images an epoch that has seen some already;
-        with `out` None nothing is written. `recent` is of a log that another began."""
+        with `out` None nothing is written. `recent` is of a log that another began, `counts` are
+        what loggers are told beside these."""
         if out is not None:
+            metrics = out / "metrics.jsonl"
             if recent:
-                drop_after(out / "metrics.jsonl", recent[0][1]["seen"], recent[0][1]["step"])
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._file = (out / "metrics.jsonl").open("a")
-            self._board = SummaryWriter(out / "tensorboard")
+                drop_after(metrics, recent[0][1]["seen"], recent[0][1]["step"])
+            self._own = [JsonLines(metrics), TensorBoard(out / "tensorboard")]
+        self._images, self._first_seen = images, seen
+        about = {
+            "config": asdict(self._config),
+            "environment": environment() if self._theirs else {},
+            "images": images,
+            "seen": seen,
+            "out": None if out is None else str(out),
+            **counts,
+        }
+        for logger in (*self._own, *self._theirs):
+            logger.begin(about)
         for record in recent:
             self._write(*record)
-        self._images, self._first_seen = images, seen
         if self._console.is_terminal and not self._console.quiet:
             self._shown = Bar(self._console, self._config.epochs, self._config.epochs * images)
         elif not self._console.quiet:
@@ -138,9 +153,15 @@ class Log:
         )
 
     def evaluating(
-        self, micro_batches: Iterable[tuple[Tensor, Tensor]], images: int, world: int
+        self,
+        micro_batches: Iterable[tuple[Tensor, Tensor]],
+        images: int,
+        world: int,
+        step: int,
+        seen: int,
     ) -> Iterable[tuple[Tensor, Tensor]]:
         """The same micro-batches; who watches sees how far the evaluation is."""
+        self._write("evaluating", {"step": step, "seen": seen, "epoch": seen / self._images})
         if self._shown is None:
             return micro_batches
         return counted(micro_batches, images, world, self._shown.evaluating())
@@ -190,27 +211,15 @@ class Log:
             steps = [place for place, (what, _) in enumerate(self.recent) if what == "train"]
             self.recent = self.recent[steps[-1] :] if steps else []
         self.recent.append((kind, record))
-        if self._file is None:
-            return
-        record = {k: v if not _not_finite(v) else None for k, v in record.items()}
-        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
-        self._file.flush()
-        place = f"{kind}/{record['name']}" if "name" in record else kind
-        for name, value in record.items():
-            if name not in ("step", "seen", "name") and value is not None:
-                self._board.add_scalar(f"{place}/{name}", value, record["seen"])
+        for logger in (*self._own, *self._theirs):
+            logger.write(kind, record)
 
     def close(self) -> None:
         if self._shown is not None:
             self._shown.close()
-        if self._file is not None:
-            self._file.close()
-            self._board.close()
-
-
-def _not_finite(value: Any) -> bool:
-    """JSON has no word for infinities and nan."""
-    return isinstance(value, float) and not math.isfinite(value)
+        for logger in self._own:
+            logger.end(None)
+        self._own = []
 
 
 def drop_after(path: Path, seen: int, first_step: int) -> None:

@@ -92,8 +92,8 @@ class _Files:
         pass
 
 
-def load(run: Path) -> Trained:
-    """The newest good checkpoint of a run."""
+def load(run: Path, best: bool = False) -> Trained:
+    """The newest good checkpoint of a run, or the best that it kept."""
     written = run / "config.json"
     if not written.is_file():
         raise UserError(f"{run} is not the folder of a run: it has no config.json")
@@ -103,9 +103,7 @@ def load(run: Path) -> Trained:
             f"{run} was trained with a model of its caller's: load "
             f"{run}/checkpoints/.../model.safetensors into it yourself"
         )
-    found = checkpoint.newest(run / "checkpoints")
-    if found is None:
-        raise UserError(f"{run} has no good checkpoint yet")
+    found = checkpoint.of_run(run, best)
     with checkpoint.fitting(found):
         count = _class_count(config, found)
         net = _build(config, count)
@@ -150,8 +148,12 @@ def _class_count(config: Config, found: Path) -> int:
 
 
 def _shapes(config: Config, classes: int) -> dict[str, list[int]]:
-    with torch.device("meta"):
-        return {name: [*t.shape] for name, t in _build(config, classes).state_dict().items()}
+    try:
+        with torch.device("meta"):
+            net = _build(config, classes)
+    except NotImplementedError:  # a net that computes its own shape with tensors
+        net = _build(config, classes)
+    return {name: [*t.shape] for name, t in net.state_dict().items()}
 
 
 def _class_names(run: Path, config: Config) -> list[str] | None:

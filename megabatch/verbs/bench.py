@@ -8,9 +8,9 @@ from megabatch.errors import DONE, UserError, nearest
 from megabatch.verbs.examples import show_examples
 
 BENCHES: dict[str, str] = {
-    "sync": "every plan by size against the backend and a bare TCP ring, for machine.json",
-    "loader": "this loader against DataLoader and the limit of decoding, on your images",
-    "ratios": "norms of weights and gradients by layer at the first step (You 2018, Table 3)",
+    "sync": "every plan by size, against the backend and a bare TCP ring",
+    "loader": "this loader against DataLoader and decoding alone, on your images",
+    "ratios": "norms of weights and gradients by layer at the first step",
     "step": "images/s of this device by model and micro-batch, for machine.json",
 }
 

@@ -23,6 +23,8 @@ class EvaluateFlags:
     """local workers (None: one a GPU, or one without a GPU; under a launcher: the launcher's)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute"""
+    best: bool = False
+    """take the best checkpoint, where the run kept it (train --keep-best), not the newest"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""
 
@@ -46,6 +48,6 @@ def evaluate_here(flags: EvaluateFlags) -> tuple[bool, dict[str, Any]]:
 
     cluster = Cluster.from_env(device=flags.device)
     try:
-        return cluster.first, evaluate(flags.run, cluster=cluster, quiet=False)
+        return cluster.first, evaluate(flags.run, cluster=cluster, quiet=False, best=flags.best)
     finally:
         cluster.leave()

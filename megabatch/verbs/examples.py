@@ -24,12 +24,20 @@ EXAMPLES = {
         "megabatch bench sync --workers 4",
         "megabatch bench loader --images PICTURES",
     ),
+    "launch": (
+        "megabatch launch --slurm --nodes 4 train mikami2018 --data.path images.arrow",
+        "megabatch launch --hosts node1,node2 --script run.sh train mikami2018",
+    ),
     "report": ("megabatch report runs/mine runs/other",),
     "runs": ("megabatch runs",),
     "watch": ("megabatch watch runs/mine",),
     "export": ("megabatch export runs/mine --to onnx",),
     "predict": ("megabatch predict runs/mine cat.jpg dog.png",),
     "chaos": ("megabatch chaos digits --seed 7 --rounds 3 --epochs 3",),
+    "completion": (
+        "megabatch completion bash > ~/.megabatch-completion",
+        "megabatch completion fish > ~/.config/fish/completions/megabatch.fish",
+    ),
     "doctor": ("megabatch doctor", "megabatch doctor --json"),
 }
 

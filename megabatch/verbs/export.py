@@ -18,9 +18,7 @@ SUFFIXES = {"safetensors": (".safetensors",), "torchvision": (".pth", ".pt"), "o
 
 @dataclass(frozen=True)
 class ExportFlags:
-    """Example: megabatch export runs/a --to onnx --out model.onnx
-
-    The newest checkpoint of a run as a file for others: the weights that evaluation uses (their
+    """The newest checkpoint of a run as a file for others: the weights that evaluation uses (their
     moving average, where the run kept one), checked against the run's own outputs.
     """
 
@@ -31,6 +29,8 @@ class ExportFlags:
     load_state_dict; onnx: images of 0 to 1 in, logits out"""
     out: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
     """the file to write ('': RUN's name and the format's ending, here)"""
+    best: bool = False
+    """take the best checkpoint, where the run kept it (train --keep-best), not the newest"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""
 
@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> int:
     from megabatch.runs.export import export
     from megabatch.runs.trained import load
 
-    trained = load(folder)
+    trained = load(folder, flags.best)
     exported = export(trained, flags.to)
     write_whole(out, exported.data)
     if exported.difference is None:

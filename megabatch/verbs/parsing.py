@@ -6,9 +6,13 @@ values instead, but is marked unstable: it is used here alone, and pyproject.tom
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
+import io
+import re
+import textwrap
 import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -21,6 +25,7 @@ from megabatch.errors import UserError, nearest
 from megabatch.verbs.examples import show_examples
 
 Flags = TypeVar("Flags")
+_WIDE = 80
 
 
 def parse(
@@ -30,9 +35,25 @@ def parse(
     example."""
     if "-h" in arguments or "--help" in arguments:
         show_examples(words.split()[0])
+        with _fitted():
+            tyro.cli(kind, prog=f"megabatch {words}", args=["--help"], **_how(default))
     with mistakes.on_parse_error(functools.partial(_refuse, kind)):
         flags: Flags = tyro.cli(kind, prog=f"megabatch {words}", args=arguments, **_how(default))
         return flags
+
+
+@contextlib.contextmanager
+def _fitted() -> Iterator[None]:
+    """What is printed inside, its long lines broken: tyro breaks those in its boxes alone."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            yield
+    finally:
+        for line in said.getvalue().splitlines():
+            if len(line) > _WIDE and line.startswith("usage:"):
+                line = re.sub(r" \[--.*\]", " [OPTIONS]", line)
+            print(textwrap.fill(line, _WIDE) if len(line) > _WIDE else line)
 
 
 def parse_some(kind: type[Flags], words: str, arguments: list[str]) -> Flags:

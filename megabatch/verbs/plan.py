@@ -7,9 +7,12 @@ docs/todays-gpus.md. No torch: it answers in under a second.
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from megabatch import recipes
 from megabatch.config import Config
@@ -26,37 +29,42 @@ from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse
 
 
+def _optional(metavar: str) -> Any:
+    """A flag whose help says what it is left out for."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
 @dataclass(frozen=True)
 class PlanFlags:
     machine: str = "dgx-h100"
     """a bundled machine, or the path of a machine.json"""
     gpus: str = "8,64,512"
     """numbers of GPUs, with commas between them"""
-    plan: str | None = None
+    plan: Annotated[str | None, _optional("NAME")] = None
     """only this all-reduce (None: all are tried)"""
-    grid: tuple[int, int] | None = None
+    grid: Annotated[tuple[int, int] | None, _optional("Y X")] = None
     """only this grid, rows and columns"""
-    bucket_mb: float | None = None
+    bucket_mb: Annotated[float | None, _optional("MB")] = None
     """only this bucket size, in megabytes of fp32 gradients"""
-    wire: str | None = None
+    wire: Annotated[str | None, _optional("NAME")] = None
     """gradients travel as fp32 or fp16 (None: as the recipe says)"""
-    micro: int | None = None
+    micro: Annotated[int | None, _optional("N")] = None
     """at most so many images in one pass (None: as many as fit)"""
     compare: Comparison = "plans"
     """what the rows of the table are"""
-    target_seconds: float | None = None
+    target_seconds: Annotated[float | None, _optional("S")] = None
     """find the fewest and the cheapest nodes that end the run within so many seconds"""
-    batch: int | None = None
+    batch: Annotated[int | None, _optional("N")] = None
     """another global batch; the stages keep their multiples of it"""
-    epochs: float | None = None
+    epochs: Annotated[float | None, _optional("N")] = None
     """another length of the run"""
-    workload: str | None = None
+    workload: Annotated[str | None, _optional("NAME")] = None
     """another model: vgg16, vit_b_16, ... or the JSON that megabatch bench step --export writes"""
-    price: float | None = None
+    price: Annotated[float | None, _optional("USD")] = None
     """dollars for a GPU and an hour (None: as the machine says)"""
-    watts: float | None = None
+    watts: Annotated[float | None, _optional("W")] = None
     """of a GPU with its share of the node (None: as the machine says)"""
-    html: str | None = None
+    html: Annotated[str | None, _optional("FILE")] = None
     """write timelines and scaling curves to this page"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""
@@ -183,10 +191,13 @@ def _published(flags: PublishedFlags) -> int:
 
 def _help() -> int:
     show_examples("plan")
-    print(
-        "usage: megabatch plan RECIPE [OPTIONS]\n       megabatch plan published|today\n\nrecipes:"
-    )
-    print(f"  {', '.join(recipes.RECIPES)}\n\nmachines:\n  {', '.join(MACHINES)}")
-    print(f"\nmodels (--workload):\n  {', '.join(BUILDERS)}")
-    print("\nmegabatch plan RECIPE --help lists the options.")
+    print("usage: megabatch plan RECIPE [OPTIONS]\n       megabatch plan published|today\n")
+    for title, names in (
+        ("recipes", recipes.RECIPES),
+        ("machines (--machine)", MACHINES),
+        ("models (--workload)", BUILDERS),
+    ):
+        listed = textwrap.fill(", ".join(names), 76, break_on_hyphens=False)
+        print(f"{title}:\n{textwrap.indent(listed, '  ')}\n")
+    print("megabatch plan RECIPE --help lists the options.")
     return DONE

@@ -18,10 +18,8 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True)
 class PredictFlags:
-    """Example: megabatch predict runs/a cat.jpg dog.png
-
-    The likeliest classes of each image, by the newest checkpoint of a run; images are cropped and
-    sized as the run's evaluation does it.
+    """The likeliest classes of each image, by the newest checkpoint of a run; images are cropped
+    and sized as the run's evaluation does it.
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -30,6 +28,8 @@ class PredictFlags:
     """image files"""
     top: Annotated[int, tyro.conf.arg(metavar="N")] = 5
     """how many classes to name"""
+    best: bool = False
+    """take the best checkpoint, where the run kept it (train --keep-best), not the newest"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""
 
@@ -45,7 +45,7 @@ def run(arguments: list[str]) -> int:
             raise UserError(f"there is no image file {name}: name image files")
     from megabatch.runs.trained import load
 
-    trained = load(Path(flags.run))
+    trained = load(Path(flags.run), flags.best)
     if not trained.named and trained.config.data.kind in ("pack", "folder"):
         say(
             f"megabatch: the classes' names are not known, their numbers are told: "

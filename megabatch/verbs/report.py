@@ -16,9 +16,7 @@ from megabatch.verbs.writing import check_out, say, write_whole
 
 @dataclass(frozen=True)
 class ReportFlags:
-    """Example: megabatch report runs/a runs/b --out report.html
-
-    Runs as one HTML file that works offline: results, curves, where the time went, trust ratios,
+    """Runs as one HTML file that works offline: results, curves, where the time went, trust ratios,
     derived numbers, what differs between the runs, and what they ran on.
     """
 

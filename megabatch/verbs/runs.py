@@ -22,10 +22,7 @@ _DEEPEST = 3
 
 @dataclass(frozen=True)
 class RunsFlags:
-    """Example: megabatch runs
-
-    What lies in a folder of runs, newest first: accuracy, time and state of each.
-    """
+    """What lies in a folder of runs, newest first: accuracy, time and state of each."""
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = "runs"
     """where to look, folders below it too"""

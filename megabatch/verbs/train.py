@@ -8,6 +8,7 @@ import os
 import textwrap
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -19,6 +20,7 @@ from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
 from megabatch.errors import DONE, STOPPED, UserError
 from megabatch.stopping import keep_stop_requests
+from megabatch.verbs.brief import show_brief
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.sizing import doubts, sized
@@ -49,6 +51,8 @@ class Launch:
     """go on with this many when no more are replaced (None: end)"""
     silent_seconds: float = 30.0
     """a local worker without a sign of life for so long is ended, and counts as lost"""
+    log_mlperf: bool = False
+    """also write the run's mlperf.log, which MLPerf's checker reads (open division)"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""
 
@@ -79,14 +83,18 @@ def _run(arguments: list[str]) -> int:
             return _help()
         known = ", ".join(recipes.RECIPES)
         raise UserError(f"train needs a recipe: one of {known}, or the config.json of a run")
-    config, launch = read_flags(arguments[0], arguments[1:])
+    if {"-h", "--help"} & {*arguments}:
+        show_brief(f"train {arguments[0]}", Launch(), recipes.named(arguments[0], None, None))
+        return DONE
+    whole = ["--help" if word == "--help-all" else word for word in arguments[1:]]
+    config, launch = read_flags(arguments[0], whole)
     if launch.resume and launch.out is None:
         raise UserError("--resume needs --out: name the folder of the run that is to go on")
     if not under_launcher():
         for sentence in doubts(arguments[0], config):
             say(sentence, progress=True)
     out = launch.out or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    call = (config, launch.device, launch.grid, out, launch.resume)
+    call = (config, launch.device, launch.grid, out, launch.resume, launch.log_mlperf)
     workers = _workers_of(launch, config)
     first, summary = on_workers(
         workers[0] if workers else None,
@@ -136,14 +144,21 @@ def _losses(launch: Launch, workers: tuple[int, ...]) -> Losses:
 
 
 def train_here(
-    config: Config, device: str, grid: tuple[int, int] | None, out: str, resume: bool
+    config: Config,
+    device: str,
+    grid: tuple[int, int] | None,
+    out: str,
+    resume: bool,
+    log_mlperf: bool = False,
 ) -> tuple[bool, dict[str, Any]]:
     """The work of one worker: whether it is the first, and the summary."""
+    from megabatch.runs.mlperf import MLPerf
     from megabatch.training import train
 
+    loggers = [MLPerf(Path(out) / "mlperf.log")] if log_mlperf else []
     cluster = meet(grid, device)
     try:
-        summary = train(config, cluster=cluster, out=out, resume=resume)
+        summary = train(config, cluster=cluster, out=out, resume=resume, loggers=loggers)
     finally:
         cluster.leave()
     # Who was first may have been lost.
@@ -193,6 +208,7 @@ def _help() -> int:
         says = (recipe.__doc__ or "").strip().splitlines()[0]
         print(textwrap.fill(f"  {name:18} {says}", 80, subsequent_indent=" " * 21))
     print("\nmodels (--model):")
-    print(textwrap.indent(textwrap.fill(", ".join(models.names()), 76), "  "))
+    named = ", ".join((*models.names(), "timm:NAME", "torchvision:NAME"))
+    print(textwrap.indent(textwrap.fill(named, 76), "  "))
     print("\nmegabatch train RECIPE --help lists the options with the recipe's values.")
     return DONE

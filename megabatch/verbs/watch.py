@@ -26,10 +26,8 @@ _WIDE = 120
 
 @dataclass(frozen=True)
 class WatchFlags:
-    """Example: megabatch watch runs/digits-20261101-120000
-
-    Follow a run that was started elsewhere: a bar on a terminal, otherwise a line every so often.
-    It ends when the run ends, with the run's exit status.
+    """Follow a run that was started elsewhere: a bar on a terminal, otherwise a line every so
+    often. It ends when the run ends, with the run's exit status.
     """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]

@@ -29,13 +29,15 @@ def on_workers(
 ) -> Any:
     """function(*arguments) on so many local workers, or here where a launcher started this process.
 
-    None asked for: one a GPU, `without_gpu` where there is none. `stops`, `losses`
-    and `by_stage`: as run_local's. Returns what the first returned.
+    A launcher's single task may ask for local workers. None asked for: one a GPU, `without_gpu`
+    where there is none. `stops`, `losses` and `by_stage`: as run_local's. Returns what the first
+    returned.
     """
-    if under_launcher():
+    place = place_by(os.environ)
+    # In a shell that a launcher gave (srun --pty bash) one task is there to start others.
+    if under_launcher() and (asked is None or place.world > 1):
         if asked is not None:
             raise UserError("--workers starts local workers, but a launcher has started these")
-        place = place_by(os.environ)
         if place.rank == 0:
             say(f"joining {_workers(place.world)}", progress=True)
         return function(*arguments)

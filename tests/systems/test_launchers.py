@@ -6,6 +6,7 @@ scripts/install-systems.sh installs; all traffic stays on the loopback interface
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -181,6 +182,71 @@ def test_in_a_batch_script_without_srun_megabatch_starts_its_own_workers(slurm, 
     line = [*SHORT, "--workers", 2, "--out", tmp_path / "run"]
     found = summary_of_batch(run(batch(line, tmp_path, tasks=2), slurm), tmp_path)
     assert (found["world"], found["weights_sha256"]) == (2, alone(SHORT))
+
+
+def test_in_an_interactive_shell_megabatch_starts_its_own_workers(slurm, alone, tmp_path):
+    """srun --pty bash: the shell is a step of one task."""
+    line = [*SHORT, "--workers", 2, "--out", tmp_path / "run"]
+    typed = shlex.join(["bash", "-c", f"{shlex.join(map(str, line))} > {tmp_path}/said"])
+    shell = ["script", "--quiet", "--return", "--command", f"srun --pty {typed}", "/dev/null"]
+    done = run(shell, slurm)
+    assert done.returncode == 0, done.stdout
+    found = result_in((tmp_path / "said").read_text())
+    assert (found["world"], found["weights_sha256"]) == (2, alone(SHORT))
+
+
+# ---------------------------------------------------------------- written by megabatch launch
+
+
+def written(line, words, folder, environ):
+    """A script as `megabatch launch` writes it."""
+    script = folder / "job.sh"
+    done = run([MEGABATCH, "launch", *words, "--script", script, *line[1:]], environ)
+    assert done.returncode == 0, done.stderr
+    return script
+
+
+def test_the_batch_script_that_launch_writes(slurm, alone, tmp_path):
+    words = ["--slurm", "--nodes", 2, "--workers", 2, "--cpu"]
+    script = written([*SHORT, "--out", str(tmp_path / "run")], words, tmp_path, slurm)
+    done = run(["sbatch", "--wait", f"--output={tmp_path}/log", script], slurm)
+    assert done.returncode == 0, (tmp_path / "log").read_text()
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (found["world"], found["weights_sha256"]) == (4, alone(SHORT))
+
+
+def test_a_job_whose_time_is_up_is_queued_again_and_goes_on(slurm, alone, tmp_path):
+    """Asked to stop as Slurm asks it, the job saves and submits itself again; the second go ends as
+    a run that was never stopped."""
+    words = ["--slurm", "--workers", 2, "--cpu"]
+    out = tmp_path / "run"
+    script = written([*LONG, "--out", str(out)], words, tmp_path, slurm)
+    # Slurm lets a job that was queued again wait for two minutes; a person can begin it at once.
+    line = ["sbatch", "--parsable", f"--output={tmp_path}/log", script]
+    job = run(line, slurm).stdout.strip()
+    await_first_step(out)
+    run(["scancel", "--signal=TERM", job], slurm)
+    await_that(lambda: "PENDING" in state_of(job, slurm), f"{job} is queued again")
+    assert json.loads((out / "summary.json").read_text())["ended"] == "stopped"
+    run(["scontrol", "update", f"JobId={job}", "StartTime=now"], slurm)
+    await_that(lambda: finished(out), (tmp_path / "log").read_text())
+    assert "resumed at step" in (tmp_path / "log").read_text()
+    assert json.loads((out / "summary.json").read_text())["weights_sha256"] == alone(LONG)
+
+
+def state_of(job, environ):
+    return run(["scontrol", "show", "job", job], environ).stdout
+
+
+def finished(out):
+    return json.loads((out / "summary.json").read_text())["ended"] == "finished"
+
+
+def await_that(holds, what):
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
 
 
 # ---------------------------------------------------------------- stopped on request
