@@ -22,7 +22,7 @@ from megabatch.version import __version__
 # Each verb is a module of megabatch.verbs with a function run(arguments) -> exit status.
 VERBS = {
     "train": "train a recipe, on local workers or under torchrun, srun or mpirun",
-    "study": "accuracy against batch size, over seeds and arms, as one table and page",
+    "study": "accuracy against batch size, over seeds and arms: a table, a page",
     "evaluate": "evaluate the newest checkpoint of a run",
     "pack": "pack a data set into one file that the loader never waits for",
     "plan": "how long a run takes on a machine, before it is started",
