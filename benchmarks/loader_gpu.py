@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 from megabatch import models
 from megabatch.batch import steps
-from megabatch.bench.rivals import rate_of
+from megabatch.bench.dataloader import rate_of
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.jpeg import Encoding

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megabatch.batch import steps
-from megabatch.bench import rivals
+from megabatch.bench import dataloader
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.jpeg import Encoding
@@ -177,7 +177,7 @@ def _contenders(
         )
         for rival in ("Pillow", "simplejpeg"):
             found[words, f"DataLoader, {rival}"] = lambda seconds, at=folder, by=rival: (  # type: ignore[misc]
-                rivals.rate(at, by, flags.size, flags.micro, threads, cluster.device, seconds)
+                dataloader.rate(at, by, flags.size, flags.micro, threads, cluster.device, seconds)
             )
         ours(words, "ours, folder", sets[name])
         ours(words, "ours, pack", sets[f"{name}.arrow"])
@@ -198,7 +198,7 @@ def _ours(data: Data, micro: int, cluster: Cluster, seconds: float) -> float:
             for step in steps(config.all_stages, len(train), config.epochs)
             for batch in loader.share(step)
         )
-        return rivals.rate_of(batches, seconds, cluster.device)
+        return dataloader.rate_of(batches, seconds, cluster.device)
 
 
 def _limit(folder: Path, threads: int, seconds: float) -> float:

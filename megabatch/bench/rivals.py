@@ -1,100 +1,102 @@
-"""What the loader is measured against: torch's DataLoader with the transforms everyone uses."""
+"""What a step is measured against: the net that everyone has, compiled whole, with fused SGD; and
+the convolutions alone, which no step can do without."""
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
-import numpy
-import simplejpeg
 import torch
-from PIL import Image
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-_MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
-_STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
-
-
-class Photos(Dataset[tuple[Tensor, int]]):
-    """Files to tensors: open, random resized crop, flip, to tensor, normalise."""
-
-    def __init__(self, folder: Path, size: int, decoder: str) -> None:
-        self._paths = sorted(str(path) for path in folder.rglob("*.JPEG"))
-        self._size, self._decoder = size, decoder
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path = self._paths[index]
-        if self._decoder == "Pillow":
-            with Image.open(path) as opened:
-                image = opened.convert("RGB")
-        else:
-            with open(path, "rb") as file:
-                image = Image.fromarray(simplejpeg.decode_jpeg(file.read(), strict=False))
-        image = image.crop(_random_box(*image.size))
-        image = image.resize((self._size, self._size), Image.Resampling.BILINEAR)
-        if random.random() < 0.5:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        pixels = torch.from_numpy(numpy.array(image)).permute(2, 0, 1).contiguous()
-        return pixels.to(torch.float32).div(255).sub_(_MEAN).div_(_STD), 0
+from megabatch import models
+from megabatch.bench.timing import time_of
+from megabatch.config import Config
+from megabatch.precision import autocast
 
 
-def _random_box(width: int, height: int) -> tuple[int, int, int, int]:
-    for _ in range(10):
-        area = width * height * random.uniform(0.08, 1.0)
-        aspect = numpy.exp(random.uniform(numpy.log(3 / 4), numpy.log(4 / 3)))
-        w, h = round((area * aspect) ** 0.5), round((area / aspect) ** 0.5)
-        if 0 < w <= width and 0 < h <= height:
-            left, upper = random.randint(0, width - w), random.randint(0, height - h)
-            return left, upper, left + w, upper + h
-    side = min(width, height)
-    left, upper = (width - side) // 2, (height - side) // 2
-    return left, upper, left + side, upper + side
-
-
-def rate(
-    folder: Path,
-    decoder: str,
-    size: int,
-    batch: int,
-    workers: int,
-    device: torch.device,
-    seconds: float,
-) -> float:
-    """Images a second of DataLoader with so many worker processes."""
-    photos = Photos(folder, size, decoder)
-    sampler = RandomSampler(photos, replacement=True, num_samples=1 << 30)
-    loader: Any = DataLoader(
-        photos, batch, sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda"
-    )
-    return rate_of(_counts(loader, device), seconds, device)
-
-
-def _counts(loader: Iterable[Any], device: torch.device) -> Iterator[int]:
-    for images, labels in loader:
-        images.to(device, non_blocking=True)
-        labels.to(device, non_blocking=True)
-        yield len(images)
-
-
-def rate_of(batches: Iterator[int], seconds: float, device: torch.device) -> float:
-    """Images a second that an iterator gives, after a few batches that fill its queues."""
-    for _ in range(8):
-        next(batches)
-    _finish(device)
-    images, began = 0, time.perf_counter()
-    while (now := time.perf_counter()) < began + seconds:
-        images += next(batches)
-    _finish(device)
-    return images / (max(now, time.perf_counter()) - began)
-
-
-def _finish(device: torch.device) -> None:
+def plain_step(config: Config, device: torch.device, compiled: bool) -> Callable[[], None]:
+    """A step of the same net, batch and precision as anyone would write it: no counts, no spans, no
+    buckets, SGD with momentum."""
+    data = config.data
+    net: Any = _net(config).to(device)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        net = net.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(
+        net.parameters(), 1e-6, 0.9, weight_decay=5e-5, fused=device.type == "cuda"
+    )
+    run = torch.compile(net, dynamic=False) if compiled else net
+    images = torch.randn(config.micro, data.channels, data.size, data.size, device=device)
+    if device.type == "cuda":
+        images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(data.classes, (config.micro,), device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for _ in range(config.batch // config.micro):
+            with autocast(config, device):
+                logits = run(images)
+            loss = cross_entropy(
+                logits.float(), labels, label_smoothing=config.label_smoothing, reduction="sum"
+            )
+            (loss / config.batch).backward()
+        optimizer.step()
+
+    return step
+
+
+def _net(config: Config) -> nn.Module:
+    """torchvision's where it has it, else our own, which is the same net."""
+    data = config.data
+    if find_spec("torchvision") and data.channels == 3:
+        import torchvision
+
+        if config.model.startswith("resnet") and hasattr(torchvision.models, config.model):
+            made: nn.Module = getattr(torchvision.models, config.model)(num_classes=data.classes)
+            return made
+    return models.build(config.model, data.classes, data.channels, data.size)
+
+
+def convolutions_alone(
+    config: Config, device: torch.device, dtype: torch.dtype, seconds: float
+) -> float:
+    """Seconds that the convolutions of one pass take, there and back, one after the other on fresh
+    memory: the floor of any step that leaves them to the library."""
+    data = config.data
+    net = models.build(config.model, data.classes, data.channels, data.size)
+    shapes: dict[tuple[Any, ...], int] = {}
+
+    def note(layer: nn.Conv2d, inputs: tuple[Tensor]) -> None:
+        x = inputs[0]
+        key = (
+            x.shape[1:], layer.weight.shape, layer.stride, layer.padding, layer.groups,
+            x.shape[1] != data.channels,
+        )  # fmt: skip
+        shapes[key] = shapes.get(key, 0) + 1
+
+    for layer in net.modules():
+        if isinstance(layer, nn.Conv2d):
+            layer.register_forward_pre_hook(note)  # type: ignore[arg-type]
+    with torch.no_grad():
+        net.eval()(torch.zeros(1, data.channels, data.size, data.size))
+    total = 0.0
+    for (shape, weight, stride, padding, groups, inner), times in shapes.items():
+        last = torch.channels_last
+        x = torch.randn(config.micro, *shape, device=device, dtype=dtype)
+        x = x.contiguous(memory_format=last)
+        w = torch.randn(weight, device=device, dtype=dtype).contiguous(memory_format=last)
+        y = nn.functional.conv2d(x, w, None, stride, padding, 1, groups)
+
+        def there_and_back(
+            x: Tensor = x, w: Tensor = w, y: Tensor = y, how: Any = (stride, padding, groups, inner)
+        ) -> None:
+            stride, padding, groups, inner = how
+            nn.functional.conv2d(x, w, None, stride, padding, 1, groups)
+            torch.ops.aten.convolution_backward(
+                y, x, w, None, stride, padding, (1, 1), False, (0, 0), groups, (inner, True, False)
+            )
+
+        total += times * time_of(there_and_back, seconds / len(shapes), device.type)
+    return total

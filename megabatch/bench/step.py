@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,8 @@ from torch import nn
 
 from megabatch import models
 from megabatch.bench.describe import describe, imported
+from megabatch.bench.rivals import convolutions_alone, plain_step
+from megabatch.bench.timing import time_of
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.loader import MicroBatch
@@ -31,6 +31,7 @@ from megabatch.parts import assemble, prepared
 from megabatch.planner.machine import update
 from megabatch.planner.peak import share_of_peak
 from megabatch.planner.workload import made_for
+from megabatch.precision import HALF
 from megabatch.process import compute_settings
 from megabatch.step import train_step
 from megabatch.verbs.parsing import parse
@@ -52,6 +53,9 @@ class StepFlags:
     """as in training: by kernels of our own where there are some, or compiled by torch"""
     graphs: Literal["auto", "always", "never"] = "auto"
     """as in training: replay passes as a CUDA graph"""
+    rivals: bool = False
+    """beside it the net compiled whole with SGD (on a CPU also as it is), and the convolutions
+    alone"""
     seconds: float = 2.0
     """to measure for, each size"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -83,7 +87,7 @@ def run(arguments: list[str]) -> int:
         raise UserError("device cuda was asked for but torch sees no GPU: use --device cpu")
     if any(micro < 1 for micro in flags.micro):
         raise UserError(f"--micro is {' '.join(map(str, flags.micro))}; give 1 image and more")
-    rows = []
+    rows, beside = [], []
     print(f"measuring {flags.model} on {device}", file=sys.stderr, flush=True)
     for micro in flags.micro:
         data = Data("synthetic", size=size, channels=channels, classes=classes)
@@ -98,17 +102,50 @@ def run(arguments: list[str]) -> int:
             data=data,
         ).check()
         with one_worker(config, torch.device(device)) as train:
-            rate = micro / time_of(train, flags.seconds, device)
+            rate, peak = _measured(train, micro, flags.seconds, device)
         rows.append({"model": flags.model, "micro": micro, "images_per_second": rate})
         chip = torch.cuda.get_device_name() if device == "cuda" else ""
         share = share_of_peak(chip, flags.model, size, channels, classes, rate)
         of_peak = "" if share is None else f"  {share:6.1%} of the chip's peak FLOP/s"
-        print(f"{flags.model} micro {micro:5d}  {rate:12,.1f} images/s{of_peak}", flush=True)
+        print(f"{flags.model} micro {micro:5d}  {rate:12,.1f} images/s{of_peak}{peak}", flush=True)
+        if flags.rivals:
+            beside.append({"micro": micro, **_beside(flags, config, device, rate)})
     update(flags.out, {"compute": rows, "host": host(device), "sources": {"compute": _how(flags)}})
     print(f"written to {flags.out}", file=sys.stderr)
     if flags.json:
-        print(json.dumps({"rows": rows, "out": flags.out}), flush=True)
+        print(json.dumps({"rows": rows, "rivals": beside, "out": flags.out}), flush=True)
     return DONE
+
+
+def _measured(
+    step: Callable[[], None], images: int, seconds: float, device: str
+) -> tuple[float, str]:
+    """Images/s, and the memory that it took, in words."""
+    if device != "cuda":
+        return images / time_of(step, seconds, device), ""
+    torch.cuda.reset_peak_memory_stats()
+    rate = images / time_of(step, seconds, device)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.empty_cache()
+    return rate, f"  {peak:5.1f} GiB"
+
+
+def _beside(flags: StepFlags, config: Config, device: str, rate: float) -> dict[str, float]:
+    """What the same images cost others, and what of it is convolutions."""
+    there, micro = torch.device(device), config.micro
+    found = {}
+    for name, compiled in (("compiled whole, SGD", True), ("as it is, SGD", False)):
+        if not compiled and device == "cuda":
+            continue
+        torch._dynamo.reset()  # each size has kernels of its own, not ones for all sizes
+        theirs, peak = _measured(plain_step(config, there, compiled), micro, flags.seconds, device)
+        found[name] = theirs
+        print(f"  {name:24} {theirs:12,.1f} images/s  ours {rate / theirs:.2f} x{peak}", flush=True)
+    dtype = HALF.get(config.precision, torch.float32)
+    alone = micro / convolutions_alone(config, there, dtype, flags.seconds)
+    found["convolutions alone"] = alone
+    print(f"  {'convolutions alone':24} {alone:12,.1f} images/s  of it reached {rate / alone:.0%}")
+    return found
 
 
 def _export(flags: StepFlags, net: nn.Module, size: int, channels: int) -> int:
@@ -139,29 +176,6 @@ def one_worker(config: Config, device: torch.device) -> Iterator[Callable[[], No
             train_step(parts, [micro] * count, config.batch, lr=0.0, momentum=0.9)
 
         yield train
-
-
-def time_of(work: Callable[[], None], seconds: float, device: str) -> float:
-    """Median time of a call; the first ones are not counted.
-
-    On CUDA calls are timed by tens: the host runs ahead of the device, as it does in training.
-    """
-    calls = 10 if device == "cuda" else 1
-
-    def timed() -> float:
-        began = time.perf_counter()
-        for _ in range(calls):
-            work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - began) / calls
-
-    for _ in range(3):
-        timed()
-    taken = [timed()]
-    while sum(taken) * calls < seconds or len(taken) < 5:
-        taken.append(timed())
-    return statistics.median(taken)
 
 
 def host(device: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ BENCHES: dict[str, str] = {
     "loader": "this loader against DataLoader and decoding alone, on your images",
     "ratios": "norms of weights and gradients by layer at the first step",
     "step": "images/s of this device by model and micro-batch, for machine.json",
+    "optim": "one update of all weights, beside torch's SGD and timm's LARS",
 }
 
 

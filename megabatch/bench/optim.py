@@ -1,0 +1,92 @@
+"""megabatch bench optim: one update of all weights, beside torch's SGD and timm's LARS, and the
+bytes that it cannot do without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from megabatch import models
+from megabatch.bench.timing import bandwidth, time_of
+from megabatch.errors import DONE, UserError
+from megabatch.optim import LARS, parameter_groups
+from megabatch.planner.workload import made_for
+from megabatch.verbs.parsing import parse
+
+_SGD_PASSES = 5
+"""over the weights' bytes: weight, gradient and momentum are read, weight and momentum written"""
+_LARS_PASSES = _SGD_PASSES + 2
+"""the norms read weight and gradient once more"""
+
+
+@dataclass(frozen=True)
+class OptimFlags:
+    model: str = "resnet50"
+    """one of the bundled models"""
+    seconds: float = 1.0
+    """to measure for, each optimiser"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to compute"""
+    json: bool = False
+    """the last line on standard output is the result as one JSON object"""
+
+
+def run(arguments: list[str]) -> int:
+    flags = parse(OptimFlags, "bench optim", arguments)
+    if not 0 < flags.seconds <= 600:
+        raise UserError(f"--seconds is {flags.seconds:g}; give more than 0, and 600 at the most")
+    device = flags.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device cuda was asked for but torch sees no GPU: use --device cpu")
+    size, channels, classes = made_for(flags.model)
+    net = models.build(flags.model, classes, channels, size).to(device)
+    rate = bandwidth(device)
+    nbytes = sum(p.nbytes for p in net.parameters())
+    rows = [
+        {
+            "optimizer": name,
+            "ms": 1e3 * seconds,
+            "floor_ms": 1e3 * passes * nbytes / rate,
+            "of_floor": passes * nbytes / rate / seconds,
+        }
+        for name, passes, step in _contenders(net, device)
+        if (seconds := time_of(step, flags.seconds, device))
+    ]
+    print(f"{flags.model} on {device}: {nbytes / 1e6:,.0f} MB of weights, {rate / 1e9:,.0f} GB/s")
+    print(f"{'':36} {'ms':>9} {'its floor':>10} {'reached':>8}")
+    for row in rows:
+        print(
+            f"{row['optimizer']:36} {row['ms']:9.3f} {row['floor_ms']:10.3f} {row['of_floor']:8.0%}"
+        )
+    if flags.json:
+        found = {"model": flags.model, "device": device, "bytes_per_second": rate, "rows": rows}
+        print(json.dumps(found), flush=True)
+    return DONE
+
+
+def _contenders(net: nn.Module, device: str) -> Iterator[tuple[str, float, Callable[[], Any]]]:
+    """Name, passes over the weights' bytes, and one step; gradients stay as they are."""
+    weights = list(net.parameters())
+    for weight in weights:
+        weight.grad = torch.randn_like(weight) * 1e-3
+    groups = parameter_groups(net, 5e-5)
+    good = torch.ones((), dtype=torch.bool, device=device)
+    ours = LARS(groups, lr=1e-9)
+    yield "LARS, as training runs it", _LARS_PASSES, lambda: ours.step(good=good)
+    plain = LARS(parameter_groups(net, 5e-5), lr=1e-9, foreach=True)
+    yield "LARS by foreach", _LARS_PASSES, plain.step
+    fused = torch.optim.SGD(weights, 1e-9, 0.9, weight_decay=5e-5, fused=device == "cuda" or None)
+    yield "torch's SGD" + ", fused" * (device == "cuda"), _SGD_PASSES, fused.step
+    if find_spec("timm"):
+        from timm.optim import Lars
+
+        theirs = Lars(weights, lr=1e-9, momentum=0.9, weight_decay=5e-5)
+        yield "timm's LARS", _LARS_PASSES, theirs.step

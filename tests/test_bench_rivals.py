@@ -1,0 +1,77 @@
+"""bench step and bench optim beside others: the same work on both sides, and floors that are
+floors."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from megabatch import models
+from megabatch.bench import rivals
+from megabatch.cli import main
+from megabatch.config import Config, Data
+
+CPU = torch.device("cpu")
+CONFIG = Config(
+    model="small", batch=8, micro=4, span=4, label_smoothing=0.1,
+    data=Data("synthetic", size=8, channels=1, classes=10),
+).check()  # fmt: skip
+
+
+def last_line(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_bench_optim_prints_each_optimiser_beside_its_floor(capsys):
+    assert main(["bench", "optim", "--model", "small", "--seconds", "0.01", "--json"]) == 0
+    found = last_line(capsys)
+    names = [row["optimizer"] for row in found["rows"]]
+    assert names[0].startswith("LARS") and any("SGD" in name for name in names)
+    for row in found["rows"]:
+        assert row["of_floor"] == pytest.approx(row["floor_ms"] / row["ms"])
+    # LARS reads weights and gradients once more, for their norms.
+    lars, sgd = (found["rows"][names.index(n)]["floor_ms"] for n in (names[0], "torch's SGD"))
+    assert lars / sgd == pytest.approx(7 / 5)
+
+
+def test_bench_optim_refuses_in_one_sentence(capsys):
+    assert main(["bench", "optim", "--seconds", "0"]) == 2
+    assert "--seconds is 0" in capsys.readouterr().err
+
+
+def test_the_rival_takes_the_step_that_anyone_would_write(monkeypatch):
+    torch.manual_seed(1)
+    net = models.build("small", 10, 1, 8)
+    twin = copy.deepcopy(net)
+    monkeypatch.setattr(rivals, "_net", lambda config: net)
+    torch.manual_seed(2)
+    rivals.plain_step(CONFIG, CPU, compiled=False)()
+    torch.manual_seed(2)
+    images, labels = torch.randn(4, 1, 8, 8), torch.randint(10, (4,))
+    optimizer = torch.optim.SGD(twin.parameters(), 1e-6, 0.9, weight_decay=5e-5)
+    for _ in range(2):
+        loss = cross_entropy(twin(images), labels, label_smoothing=0.1, reduction="sum")
+        (loss / 8).backward()
+    optimizer.step()
+    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_every_convolution_counts_there_and_back(monkeypatch):
+    """Each shape is timed once and counts as often as the net has it."""
+    calls, done = [], []
+    monkeypatch.setattr(rivals, "time_of", lambda work, seconds, device: done.append(work()) or 1.0)
+    forward = nn.functional.conv2d
+    monkeypatch.setattr(
+        nn.functional, "conv2d", lambda *a, **k: calls.append(a) or forward(*a, **k)
+    )
+    net = models.build("resnet18", 10)
+    config = Config(
+        model="resnet18", batch=2, micro=2, span=2, data=Data(size=32, channels=3, classes=10)
+    )
+    layers = sum(isinstance(layer, nn.Conv2d) for layer in net.modules())
+    assert rivals.convolutions_alone(config, CPU, torch.float32, 0.1) == layers
+    assert len(done) < layers
