@@ -52,15 +52,13 @@ class Cluster:
         timeout_seconds: float = 600,
         *,
         group: Any = None,
-        meet_seconds: float | None = None,
     ) -> Cluster:
         """Join the workers that torchrun, srun, mpirun or megabatch itself started; alone
         otherwise.
 
         Where torch.distributed is initialised already (by Lightning, Accelerate, mp.spawn) its
         workers are taken, and all of them call this. `group` is a process group of some of them, as
-        for DistributedDataParallel(process_group=group); its members call this. `meet_seconds`: for
-        the meeting alone, where all are known to be there.
+        for DistributedDataParallel(process_group=group); its members call this.
         """
         import torch
         import torch.distributed as dist
@@ -79,9 +77,7 @@ class Cluster:
                 device = "cuda" if torch.cuda.is_available() else "cpu"
             chosen = _gpu(place) if device == "cuda" else torch.device("cpu")
             if place.world > 1:
-                _meet(place, _BACKENDS[chosen.type], meet_seconds or timeout_seconds)
-                if meet_seconds is not None:
-                    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))
+                _meet(place, _BACKENDS[chosen.type], timeout_seconds)
         else:
             everyone = dist.group.WORLD
             place = _place_in(everyone, os.environ, timeout_seconds)

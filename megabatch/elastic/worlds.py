@@ -4,7 +4,9 @@ that are left."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,10 +17,7 @@ from megabatch.stopping import StopAsked
 
 T = TypeVar("T")
 
-_MEET_SECONDS = 30.0
-"""all of a world are there when it is made: whoever does not answer by then is gone"""
-_MEETINGS = 5
-"""that may fail in a row"""
+_MOMENT_SECONDS = 0.5
 
 
 class LostWorker(Exception):
@@ -149,15 +148,53 @@ def _join(link: Link, passage: Passage[Any], workers: int | None = None) -> None
 
 
 def _meet(link: Link, passage: Passage[Any], grid: tuple[int, int] | None, device: str) -> Cluster:
-    for _ in range(_MEETINGS):
+    import torch
+    import torch.distributed as dist
+
+    while True:
         assert link.world is not None
         fits = grid is None or grid[0] * grid[1] == link.world.size
+        meeting = _Meeting(functools.partial(Cluster.from_env, grid if fits else None, device))
         try:
-            return Cluster.from_env(grid if fits else None, device, meet_seconds=_MEET_SECONDS)
-        except UserError:
+            cluster = meeting.over(link)
+            if cluster.device.type == "cuda":  # each thread has a present device of its own
+                torch.cuda.set_device(cluster.device)
+            return cluster
+        except (UserError, RunFailed):
             raise
         except Exception as error:
-            failed = error
+            if not link.explains(error):
+                raise
+        # Process groups are named by their number, and that one was none.
+        dist.distributed_c10d._world.group_count = 0
         gc.collect()
         _join(link, passage)
-    raise failed
+
+
+class _Meeting:
+    """Workers that meet, in a thread of its own: it waits in torch for one that is lost until the
+    time is up, and is left to that."""
+
+    def __init__(self, call: Callable[[], Cluster]) -> None:
+        self._call, self._over = call, threading.Event()
+        self._found: Cluster | None = None
+        self._error: BaseException | None = None
+
+    def over(self, link: Link) -> Cluster:
+        thread = threading.Thread(target=self._meet, name="meeting", daemon=True)
+        thread.start()
+        with link.telling(self._over.set):
+            self._over.wait()
+        thread.join(_MOMENT_SECONDS)  # it may be about to end
+        if self._error is not None:
+            raise self._error
+        if self._found is None:
+            raise LostWorker
+        return self._found
+
+    def _meet(self) -> None:
+        try:
+            self._found = self._call()
+        except BaseException as error:
+            self._error = error
+        self._over.set()
