@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megabatch.elastic.link import supervised
 from megabatch.elastic.rounds import agree
 from megabatch.errors import UserError, nearest
 
@@ -358,6 +359,8 @@ def _meet(place: Place, backend: str, timeout_seconds: float) -> None:
     store = None
     if path := os.environ.get("MEGABATCH_STORE"):
         store = _shared_file(path, place, me)
+        if backend == "gloo" and supervised() is not None:
+            store = _heeding(store)
     elif "MASTER_ADDR" in os.environ:
         # Two Slurm jobs may share their first host.
         port = 20000 + int(os.environ.get("SLURM_JOB_ID", 9500)) % 10000
@@ -414,6 +417,17 @@ def _loopback_store(place: Place, timeout: timedelta) -> Any:
         except OSError:  # an earlier store of this process has it, which torch shares, or it tells
             how = {"multi_tenant": True}
     return dist.TCPStore(address, port, place.world, first, timeout, **how)  # type: ignore[attr-defined]
+
+
+_held: list[Any] = []
+
+
+def _heeding(store: Any) -> Any:
+    """The store, which nobody waits in for a lost worker; kept until the next."""
+    from megabatch.elastic.heeding import HeedingStore
+
+    _held[:] = [HeedingStore(store)]
+    return _held[0]
 
 
 # What a worker writes into the shared file: the same when a process joins twice, never another's.

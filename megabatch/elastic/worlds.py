@@ -4,24 +4,16 @@ that are left."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from megabatch.cluster import Cluster
-from megabatch.elastic.link import Link, Standing, World, supervised
+from megabatch.elastic.link import Link, LostWorker, Standing, World, supervised
 from megabatch.errors import RunFailed, UserError
 from megabatch.stopping import StopAsked
 
 T = TypeVar("T")
-
-_MOMENT_SECONDS = 0.5
-
-
-class LostWorker(Exception):
-    """Another worker of this world is gone."""
 
 
 class Regroup(Exception):
@@ -148,18 +140,13 @@ def _join(link: Link, passage: Passage[Any], workers: int | None = None) -> None
 
 
 def _meet(link: Link, passage: Passage[Any], grid: tuple[int, int] | None, device: str) -> Cluster:
-    import torch
     import torch.distributed as dist
 
     while True:
         assert link.world is not None
         fits = grid is None or grid[0] * grid[1] == link.world.size
-        meeting = _Meeting(functools.partial(Cluster.from_env, grid if fits else None, device))
         try:
-            cluster = meeting.over(link)
-            if cluster.device.type == "cuda":  # each thread has a present device of its own
-                torch.cuda.set_device(cluster.device)
-            return cluster
+            return Cluster.from_env(grid if fits else None, device)
         except (UserError, RunFailed):
             raise
         except Exception as error:
@@ -169,32 +156,3 @@ def _meet(link: Link, passage: Passage[Any], grid: tuple[int, int] | None, devic
         dist.distributed_c10d._world.group_count = 0
         gc.collect()
         _join(link, passage)
-
-
-class _Meeting:
-    """Workers that meet, in a thread of its own: it waits in torch for one that is lost until the
-    time is up, and is left to that."""
-
-    def __init__(self, call: Callable[[], Cluster]) -> None:
-        self._call, self._over = call, threading.Event()
-        self._found: Cluster | None = None
-        self._error: BaseException | None = None
-
-    def over(self, link: Link) -> Cluster:
-        thread = threading.Thread(target=self._meet, name="meeting", daemon=True)
-        thread.start()
-        with link.telling(self._over.set):
-            self._over.wait()
-        thread.join(_MOMENT_SECONDS)  # it may be about to end
-        if self._error is not None:
-            raise self._error
-        if self._found is None:
-            raise LostWorker
-        return self._found
-
-    def _meet(self) -> None:
-        try:
-            self._found = self._call()
-        except BaseException as error:
-            self._error = error
-        self._over.set()

@@ -93,6 +93,7 @@ DEATHS = {
     "one after another": [
         ("after a step", rank, count) for rank, count in ((0, 2), (1, 3), (2, 4))
     ],
+    "as they regroup": [("before a step", 2, 3), ("as it opens the images", 1, 1, 1)],
     "as they meet": [("before a step", 2, 3), ("as it meets the others", 1, 1, 1)],
     "the newcomer": [("before a step", 2, 3), ("as it copies the state", 2, 1, 1)],
 }
