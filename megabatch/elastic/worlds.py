@@ -66,12 +66,9 @@ class Passage(Generic[M]):
         if self._link is not None:
             self._link.say("begun")
 
-    def heed(self, micro_batches: Iterable[T]) -> Iterator[T]:
+    def heed(self, micro_batches: Iterable[T]) -> Iterable[T]:
         """The same; a world that is lost ends between two of them."""
-        for micro in micro_batches:
-            if self._link is not None and self._link.lost:
-                raise LostWorker
-            yield micro
+        return micro_batches if self._link is None else _heeding(self._link, micro_batches)
 
     def enter(self, stage: int) -> None:
         """Go on with as many workers as are wanted in a batch stage, if that is another number."""
@@ -92,6 +89,13 @@ class Passage(Generic[M]):
             if self._link is not None:
                 self.memory = memory()
             raise
+
+
+def _heeding(link: Link, micro_batches: Iterable[T]) -> Iterator[T]:
+    for micro in micro_batches:
+        if link.lost:
+            raise LostWorker
+        yield micro
 
 
 def meet(grid: tuple[int, int] | None = None, device: str = "auto") -> Cluster:
