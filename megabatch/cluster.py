@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megabatch.elastic.link import supervised
 from megabatch.elastic.rounds import agree
 from megabatch.errors import UserError, nearest
 
@@ -52,15 +53,13 @@ class Cluster:
         timeout_seconds: float = 600,
         *,
         group: Any = None,
-        meet_seconds: float | None = None,
     ) -> Cluster:
         """Join the workers that torchrun, srun, mpirun or megabatch itself started; alone
         otherwise.
 
         Where torch.distributed is initialised already (by Lightning, Accelerate, mp.spawn) its
         workers are taken, and all of them call this. `group` is a process group of some of them, as
-        for DistributedDataParallel(process_group=group); its members call this. `meet_seconds`: for
-        the meeting alone, where all are known to be there.
+        for DistributedDataParallel(process_group=group); its members call this.
         """
         import torch
         import torch.distributed as dist
@@ -79,9 +78,7 @@ class Cluster:
                 device = "cuda" if torch.cuda.is_available() else "cpu"
             chosen = _gpu(place) if device == "cuda" else torch.device("cpu")
             if place.world > 1:
-                _meet(place, _BACKENDS[chosen.type], meet_seconds or timeout_seconds)
-                if meet_seconds is not None:
-                    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds))
+                _meet(place, _BACKENDS[chosen.type], timeout_seconds)
         else:
             everyone = dist.group.WORLD
             place = _place_in(everyone, os.environ, timeout_seconds)
@@ -362,6 +359,8 @@ def _meet(place: Place, backend: str, timeout_seconds: float) -> None:
     store = None
     if path := os.environ.get("MEGABATCH_STORE"):
         store = _shared_file(path, place, me)
+        if backend == "gloo" and supervised() is not None:
+            store = _heeding(store)
     elif "MASTER_ADDR" in os.environ:
         # Two Slurm jobs may share their first host.
         port = 20000 + int(os.environ.get("SLURM_JOB_ID", 9500)) % 10000
@@ -418,6 +417,17 @@ def _loopback_store(place: Place, timeout: timedelta) -> Any:
         except OSError:  # an earlier store of this process has it, which torch shares, or it tells
             how = {"multi_tenant": True}
     return dist.TCPStore(address, port, place.world, first, timeout, **how)  # type: ignore[attr-defined]
+
+
+_held: list[Any] = []
+
+
+def _heeding(store: Any) -> Any:
+    """The store, which nobody waits in for a lost worker; kept until the next."""
+    from megabatch.elastic.heeding import HeedingStore
+
+    _held[:] = [HeedingStore(store)]
+    return _held[0]
 
 
 # What a worker writes into the shared file: the same when a process joins twice, never another's.

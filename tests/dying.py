@@ -1,11 +1,12 @@
 """Runs whose workers die at named moments, by a real SIGKILL; each moment comes once a run.
 
-train_dying(config, folder, deaths) is the work of one worker. A death is (moment, rank, count): the
-worker that has this rank when it comes to the moment for the count-th time in its world kills
-itself, unless somebody did before.
+train_dying(config, folder, deaths) is the work of one worker. A death is (moment, rank, count) or
+(moment, rank, count, world): the worker that has this rank when it comes to the moment for the
+count-th time in its world (the run's so-manieth, or any) kills itself, unless somebody did before.
 """
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -21,6 +22,8 @@ from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
 from megabatch.launch import run_local
 from megabatch.runs.folder import RunFolder
+from megabatch.sync import buckets
+from megabatch.sync.senders import Planned
 
 # Two switches of the batch, uneven numbers of micro-batches, averaged weights, an evaluation in
 # the middle of the run and a checkpoint before it.
@@ -40,8 +43,12 @@ CONFIG = Config(
     save_every=0.4,
 )
 
+HANGS = 0
+"""the worker lives, but does nothing"""
+
 # A moment -> the name that is wrapped, where it is, and whether death comes after it.
 MOMENTS = {
+    "as it meets the others": (Cluster, "from_env", False),
     "as it opens the images": (training, "open_sources", False),
     "as it copies the state": (training, "copied", False),
     "before a step": (training, "train_step", False),
@@ -54,11 +61,12 @@ MOMENTS = {
 }
 
 
-def train_dying(config, folder, deaths, how=signal.SIGKILL):
-    """As megabatch train's own worker."""
+def train_dying(config, folder, deaths, how=signal.SIGKILL, late=600.0):
+    """As megabatch train's own worker; the heartbeat is patient for `late` seconds."""
+    buckets.Planned = functools.partial(Planned, late_seconds=late)
     folder = Path(folder)
     for death in deaths:
-        _arm(folder, *death, how)
+        _arm(folder, death, how)
     _note_belongings(folder)
     cluster = meet(device="cpu")
     try:
@@ -67,7 +75,8 @@ def train_dying(config, folder, deaths, how=signal.SIGKILL):
         cluster.leave()
 
 
-def _arm(folder, moment, rank, count, how):
+def _arm(folder, death, how):
+    moment, rank, count, *worlds = death
     where, name, after = MOMENTS[moment]
     whole, calls = getattr(where, name), {}
 
@@ -75,10 +84,13 @@ def _arm(folder, moment, rank, count, how):
         world = os.environ["MEGABATCH_STORE"]
         calls[world] = calls.get(world, 0) + 1
         mine = int(os.environ["RANK"]) == rank and calls[world] == count
+        mine = mine and (not worlds or Path(world).name == f"{worlds[0]}")
         result = whole(*arguments, **keywords) if after else None
-        if mine and _first(folder / f"{moment}, {rank}, {count}"):
+        if mine and _first(folder / str(death)):
             if isinstance(how, BaseException):
                 raise how
+            if how == HANGS:
+                time.sleep(1000)
             os.kill(os.getpid(), how)
         return result if after else whole(*arguments, **keywords)
 
@@ -124,7 +136,7 @@ def disturbed(folder, *deaths, workers=3, most=3, least=None, silent=30.0, **opt
 
 
 def died(folder, *deaths):
-    return all((folder / f"{moment}, {rank}, {count}").exists() for moment, rank, count in deaths)
+    return all((folder / str(death)).exists() for death in deaths)
 
 
 def records(run):

@@ -6,11 +6,15 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import dying
 import pytest
+import torch.distributed as dist
 from dying import died, disturbed
 
+from megabatch.elastic import heeding
+from megabatch.elastic.heeding import HeedingStore
 from megabatch.elastic.rounds import agree
 from megabatch.elastic.severing import sever
 from megabatch.errors import UserError, WorkerFailed
@@ -141,6 +145,26 @@ def test_the_command_survives_a_kill_from_outside(tmp_path):
     assert dying.steps_of(run) == dying.steps_of(tmp_path / "alone")
 
 
+def test_a_store_that_heeds_losses_is_a_store(tmp_path, monkeypatch):
+    """Also behind a prefix and as a clone, as torch uses it from C++."""
+    whole = HeedingStore(dist.FileStore(str(tmp_path / "store"), 1))
+    store = dist.PrefixStore("a", whole)
+    store.set("key", "value")
+    other = store.clone()
+    assert other.get("key") == b"value"
+    assert (other.add("count", 2), store.add("count", 3)) == (2, 5)
+    assert store.compare_set("key", "value", "new") == b"new"
+    assert other.compare_set("key", "value", "newer") == b"new"
+    assert store.multi_get(["key", "count"]) == [b"new", b"5"]
+    assert (store.check(["key"]), store.check(["key", "none"])) == (True, False)
+    with pytest.raises(Exception, match="nobody wrote a/none"):
+        store.wait(["none"], timedelta(seconds=0.05))
+    monkeypatch.setattr(heeding, "world_is_lost", lambda: True)
+    store.wait(["key"])
+    with pytest.raises(Exception, match="a worker was lost"):
+        store.get("none")
+
+
 def test_workers_of_a_round_find_a_word_of_their_own_among_what_others_left():
     """Rounds of changing sizes in one store; some die in the middle of finding it."""
     store, used = Shared(), set()
@@ -175,6 +199,8 @@ class Shared(dict):
 
 SEVERED = """
 import os, socket, sys
+from megabatch.elastic import heeding
+from megabatch.elastic.heeding import HeedingStore
 from megabatch.elastic.rounds import agree
 from megabatch.elastic.severing import sever
 with socket.create_server(("127.0.0.1", 0)) as server:

@@ -15,10 +15,11 @@ A *world* is the workers that train together. One goes after another:
                            lost       a member of this world is gone: come out of it, and join
                            leave      it is not needed any more
 
-When a member ends without a word, or gives no pulse for long, the supervisor starts another in its
-place and tells the rest. Each of them closes its connections to the others, so that whoever waits
-for one of them waits no longer, keeps the state that it has (which is always that after a whole
-step, for a sum fails before its update begins), and joins. When all have joined, the one that is
-furthest becomes the first of the next world, and all others, newcomers or not, copy its state.
-Where nobody holds one, all begin from the newest checkpoint.
+When a member ends without a word, the supervisor starts another in its place and tells the rest;
+one that gives no pulse for long, or lets the others wait too long, is ended first. Each of the rest
+closes its connections to the others, so that whoever waits for one of them waits no longer, keeps
+the state that it has (which is always that after a whole step, for a sum fails before its update
+begins), and joins. When all have joined, the one that is furthest becomes the first of the next
+world, and all others, newcomers or not, copy its state. Where nobody holds one, all begin from the
+newest checkpoint.
 """

@@ -47,6 +47,10 @@ class World:
     """the run's folder is its own already"""
 
 
+class LostWorker(RuntimeError):
+    """Another worker of this world is gone."""
+
+
 class Dismissed(BaseException):
     """This worker is not needed any more."""
 

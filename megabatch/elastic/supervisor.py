@@ -308,7 +308,7 @@ class Supervisor:
         order = sorted(self._members, key=lambda m: m.slot)
         order.sort(key=lambda m: m.standing or nothing, reverse=True)
         for member in order[self._wanted :]:
-            member.dismissed = True
+            member.joined, member.dismissed = False, True
             member.tell("leave")
         order = order[: self._wanted]
         store = self._folder / f"{self._worlds}"

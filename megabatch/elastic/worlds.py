@@ -9,20 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from megabatch.cluster import Cluster
-from megabatch.elastic.link import Link, Standing, World, supervised
+from megabatch.elastic.link import Link, LostWorker, Standing, World, supervised
 from megabatch.errors import RunFailed, UserError
 from megabatch.stopping import StopAsked
 
 T = TypeVar("T")
-
-_MEET_SECONDS = 30.0
-"""all of a world are there when it is made: whoever does not answer by then is gone"""
-_MEETINGS = 5
-"""that may fail in a row"""
-
-
-class LostWorker(Exception):
-    """Another worker of this world is gone."""
 
 
 class Regroup(Exception):
@@ -75,12 +66,9 @@ class Passage(Generic[M]):
         if self._link is not None:
             self._link.say("begun")
 
-    def heed(self, micro_batches: Iterable[T]) -> Iterator[T]:
+    def heed(self, micro_batches: Iterable[T]) -> Iterable[T]:
         """The same; a world that is lost ends between two of them."""
-        for micro in micro_batches:
-            if self._link is not None and self._link.lost:
-                raise LostWorker
-            yield micro
+        return micro_batches if self._link is None else _heeding(self._link, micro_batches)
 
     def enter(self, stage: int) -> None:
         """Go on with as many workers as are wanted in a batch stage, if that is another number."""
@@ -101,6 +89,13 @@ class Passage(Generic[M]):
             if self._link is not None:
                 self.memory = memory()
             raise
+
+
+def _heeding(link: Link, micro_batches: Iterable[T]) -> Iterator[T]:
+    for micro in micro_batches:
+        if link.lost:
+            raise LostWorker
+        yield micro
 
 
 def meet(grid: tuple[int, int] | None = None, device: str = "auto") -> Cluster:
@@ -149,15 +144,19 @@ def _join(link: Link, passage: Passage[Any], workers: int | None = None) -> None
 
 
 def _meet(link: Link, passage: Passage[Any], grid: tuple[int, int] | None, device: str) -> Cluster:
-    for _ in range(_MEETINGS):
+    import torch.distributed as dist
+
+    while True:
         assert link.world is not None
         fits = grid is None or grid[0] * grid[1] == link.world.size
         try:
-            return Cluster.from_env(grid if fits else None, device, meet_seconds=_MEET_SECONDS)
-        except UserError:
+            return Cluster.from_env(grid if fits else None, device)
+        except (UserError, RunFailed):
             raise
         except Exception as error:
-            failed = error
+            if not link.explains(error):
+                raise
+        # Process groups are named by their number, and that one was none.
+        dist.distributed_c10d._world.group_count = 0
         gc.collect()
         _join(link, passage)
-    raise failed

@@ -93,7 +93,9 @@ DEATHS = {
     "one after another": [
         ("after a step", rank, count) for rank, count in ((0, 2), (1, 3), (2, 4))
     ],
-    "the newcomer": [("before a step", 2, 3), ("as it copies the state", 2, 1)],
+    "as they regroup": [("before a step", 2, 3), ("as it opens the images", 1, 1, 1)],
+    "as they meet": [("before a step", 2, 3), ("as it meets the others", 1, 1, 1)],
+    "the newcomer": [("before a step", 2, 3), ("as it copies the state", 2, 1, 1)],
 }
 
 
@@ -163,6 +165,18 @@ def test_sums_by_a_plan_are_given_up_at_once(plan, tmp_path, environ):
     assert training.returncode == 0
     indices = [step for step, _ in dying.steps_of(out)]
     assert indices == list(range(result(said)["steps"]))
+
+
+def test_a_worker_that_lives_but_lets_all_wait_is_ended(tmp_path, capfd):
+    """By the word of the heartbeat, which watches over sums by a plan."""
+    death = ("before a step", 1, 3)
+    config = replace(dying.CONFIG, plan="torus", deterministic=False)
+    found = disturbed(tmp_path, death, config=config, how=dying.HANGS, late=3.0)
+    assert died(tmp_path, death)
+    assert [step for step, _ in dying.steps_of(tmp_path / "run")] == list(range(found.steps))
+    said = capfd.readouterr().err
+    assert "rank 1 lives but let the others wait for 3 s" in said
+    assert "worker 1 of 3 ended by SIGKILL: loss 1 of 3, replaced" in said
 
 
 @pytest.mark.parametrize("plan", ["backend", "torus"])
