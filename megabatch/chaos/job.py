@@ -35,6 +35,8 @@ class Job:
         self._stopped: list[tuple[float, int]] = []
         self._said: deque[str] = deque(maxlen=_LAST_LINES)
         self._filler: Path | None = None
+        self.full = False
+        """whether its disk is"""
         self._reading: threading.Thread | None = None
         self.result: dict[str, Any] = {}
         """what it printed last, by --json"""
@@ -150,6 +152,7 @@ class Job:
 
     def fill_disk(self) -> None:
         """Until it is begun again nothing more can be written."""
+        self.full = True
         if self._disk is not None:
             self._filler = self._disk / "filler"
             with contextlib.suppress(OSError), self._filler.open("wb", buffering=0) as file:
@@ -161,6 +164,7 @@ class Job:
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
 
     def _make_room(self) -> None:
+        self.full = False
         if self._filler is not None:
             self._filler.unlink(missing_ok=True)
             self._filler = None

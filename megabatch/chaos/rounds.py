@@ -10,7 +10,7 @@ from typing import Any
 
 from megabatch.chaos.faults import Fault
 from megabatch.chaos.job import Job
-from megabatch.errors import DONE, FAILED, STOPPED, RunFailed
+from megabatch.errors import DONE, FAILED, MISTAKE, STOPPED, RunFailed
 
 _LOOK_SECONDS = 0.01
 _STUCK_SECONDS = 300.0
@@ -54,7 +54,9 @@ def disturbed(
         while (status := job.status) != DONE:
             now = time.monotonic()
             if status is not None:
-                if status not in _EXPECTED or not unexplained:
+                # A disk that is full when workers regroup is full before they begin.
+                expected = status in _EXPECTED or (status == MISTAKE and job.full)
+                if not expected or not unexplained:
                     raise RunFailed(f"the job ended with status {status}: {job.last_words()}")
                 unexplained, looked = 0, now
                 outcome.begun += 1
