@@ -15,6 +15,7 @@ from megabatch.errors import (
     UserError,
     WorkerFailed,
     nearest,
+    printable,
 )
 from megabatch.verbs.examples import show_examples
 from megabatch.version import __version__
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _say(words: object) -> None:
     """One line, whatever a name in it holds."""
-    print("megabatch:", " ".join(str(words).splitlines()), file=sys.stderr)
+    print("megabatch:", printable(" ".join(str(words).splitlines())), file=sys.stderr)
 
 
 def _help() -> int:

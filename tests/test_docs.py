@@ -60,6 +60,8 @@ def test_every_train_command_would_be_accepted():
     for page, (_, verb, *rest) in [c for c in commands_of("megabatch") if len(c[1]) > 2]:
         if verb != "train" or rest[0] not in RECIPES or any("$" in word for word in rest):
             continue
+        if page == "docs/extending.md":  # whose commands are run, on a package with its diffs
+            continue
         plain = [word for word in rest if word not in ("W", "...")]
         try:
             train_verb.read_flags(plain[0], plain[1:])
@@ -107,7 +109,7 @@ def test_every_flag_of_every_command_exists():
     [
         pytest.param(words, id=" ".join(words[2:6]))
         for _, words in commands_of("megabatch")
-        if words[1:2] == ["plan"] and not re.search(r"[A-Z]{3}|machine\.json|\.json|\.\.\.", " ".join(words))
+        if words[1:2] == ["plan"] and not re.search(r"[A-Z]{3}|\.json|\.\.\.", " ".join(words))
     ],
 )  # fmt: skip
 def test_every_plan_command_is_answered(words, capsys, tmp_path, monkeypatch):
