@@ -118,6 +118,20 @@ def test_every_plan_command_is_answered(words, capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=f"{page} {words[2]}")
+        for page, words in commands_of("megabatch")
+        if words[1:2] == ["launch"]
+    ],
+)
+def test_every_launch_command_writes_its_script(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words[1:]) == 0
+    assert [path for path in tmp_path.iterdir() if path.read_text().startswith("#!/bin/sh")]
+
+
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"install", "train", "test", "test-systems", "lint", "bench"} <= targets
