@@ -34,7 +34,7 @@ VERBS = {
     "watch": "follow a run that was started elsewhere",
     "export": "take the model with you: safetensors, torchvision, ONNX",
     "predict": "what a run's model sees in an image",
-    "chaos": "kill, stop and starve a real job: it must end as if nothing had happened",
+    "chaos": "kill, stop and starve a real job: it must end as if undisturbed",
     "completion": "a script that completes verbs, recipes and flags in your shell",
     "doctor": "what works on this machine, what does not, and how to get it",
 }
