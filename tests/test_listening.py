@@ -89,7 +89,7 @@ def test_a_logger_changes_nothing(plain):
 
 def test_a_logger_that_fails_is_one_warning_and_the_run_goes_on(plain, capfd):
     broken, well = Broken(), Notes()
-    summary = train(CONFIG, loggers=[broken, well])
+    summary = train(CONFIG, quiet=True, loggers=[broken, well])
     assert summary.weights_sha256 == plain.weights_sha256
     said = " ".join(capfd.readouterr().err.split())
     assert said.count("the logger Broken failed in write (ValueError: no network): it hears") == 1
