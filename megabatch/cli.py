@@ -15,6 +15,7 @@ from megabatch.errors import (
     UserError,
     WorkerFailed,
     nearest,
+    printable,
 )
 from megabatch.verbs.examples import show_examples
 from megabatch.version import __version__
@@ -33,7 +34,7 @@ VERBS = {
     "watch": "follow a run that was started elsewhere",
     "export": "take the model with you: safetensors, torchvision, ONNX",
     "predict": "what a run's model sees in an image",
-    "chaos": "kill, stop and starve a real job: it must end as if nothing had happened",
+    "chaos": "kill, stop and starve a real job: it must end as if undisturbed",
     "completion": "a script that completes verbs, recipes and flags in your shell",
     "doctor": "what works on this machine, what does not, and how to get it",
 }
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _say(words: object) -> None:
     """One line, whatever a name in it holds."""
-    print("megabatch:", " ".join(str(words).splitlines()), file=sys.stderr)
+    print("megabatch:", printable(" ".join(str(words).splitlines())), file=sys.stderr)
 
 
 def _help() -> int:

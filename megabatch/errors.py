@@ -23,6 +23,11 @@ class WorkerFailed(RuntimeError):
     """A local worker failed; the message names it and holds its own words."""
 
 
+def printable(words: str) -> str:
+    """Words from a file or a name, with what moves a cursor or is no Unicode written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The way out for an unknown name: the nearest known one, or all of them."""
     names = list(known)

@@ -100,8 +100,8 @@ def train(
     config = _checked(config, model, data)
     check_loggers(loggers)
     place = None if out is None else Path(out)
-    console = to_people(quiet)
-    theirs = [Theirs(one, functools.partial(say, console)) for one in loggers]
+    # Of their failures a quiet run tells too: whoever gave them waits for what they write.
+    theirs = [Theirs(one, functools.partial(say, to_people())) for one in loggers]
 
     def run(cluster: Cluster, passage: Passage[Memory]) -> Summary:
         return _train(config, model, data, sources, cluster, passage, place, resume, quiet, theirs)

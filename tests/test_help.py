@@ -11,6 +11,7 @@ import pytest
 
 from megabatch import recipes
 from megabatch.cli import VERBS, main
+from megabatch.runs.progress import say, to_people
 from megabatch.verbs.brief import MOST_USED
 from megabatch.verbs.parsing import flags_of
 from megabatch.verbs.train import TrainFlags
@@ -140,3 +141,22 @@ def test_the_shell_accepts_its_script(scripts, shell, tmp_path):
     (tmp_path / "script").write_text(scripts[shell])
     done = subprocess.run([*SHELLS[shell], tmp_path / "script"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- names that would move a cursor ------------------------------------------------------------
+
+HOSTILE = "a\x1b[2Jb\rc\u202ed"
+
+
+def test_names_in_sentences_and_logs_move_no_cursor(tmp_path, capfd):
+    assert main(["evaluate", str(tmp_path / HOSTILE), "--workers", "1"]) == 2
+    assert main(["train", "digits", "--data.path", HOSTILE, "--workers", "1"]) == 2
+    assert main(["pack", "--verify", HOSTILE]) == 2
+    said = "".join(capfd.readouterr())
+    assert "a\\x1b[2Jb\\rc\\u202ed" in said
+    assert not any(char in said for char in "\x1b\r\u202e")
+
+
+def test_what_a_run_says_moves_no_cursor(capfd):
+    say(to_people(), f"alarm: the trust ratio of {HOSTILE}")
+    assert "of a\\x1b[2Jb\\rc" in capfd.readouterr().err

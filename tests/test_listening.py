@@ -1,7 +1,11 @@
 """Loggers watch a run and cannot change it; ours are TensorBoard's, JSON lines and MLPerf's."""
 
 import json
+import re
+import sys
+import types
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,7 +89,7 @@ def test_a_logger_changes_nothing(plain):
 
 def test_a_logger_that_fails_is_one_warning_and_the_run_goes_on(plain, capfd):
     broken, well = Broken(), Notes()
-    summary = train(CONFIG, loggers=[broken, well])
+    summary = train(CONFIG, quiet=True, loggers=[broken, well])
     assert summary.weights_sha256 == plain.weights_sha256
     said = " ".join(capfd.readouterr().err.split())
     assert said.count("the logger Broken failed in write (ValueError: no network): it hears") == 1
@@ -133,6 +137,41 @@ def test_tensorboard_has_sensible_names(tmp_path):
     }  # fmt: skip
     last = board.Scalars("val/top1")[-1]
     assert (last.step, last.value) == (summary.seen, pytest.approx(summary.top1))
+
+
+class Wandb(types.ModuleType):
+    """What the docs' logger calls, noted."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.logged, self.code = [], None
+
+    def init(self, **how):
+        self.how = how
+        return self
+
+    def log(self, numbers, step):
+        self.logged.append((step, numbers))
+
+    def finish(self, exit_code):
+        self.code = exit_code
+
+
+def test_the_logger_of_the_docs_is_ten_lines_and_works(monkeypatch, capfd):
+    page = (Path(__file__).parents[1] / "docs" / "drop-in.md").read_text()
+    block = next(b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "wandb" in b)
+    body = block[block.index("class ") : block.index("mb.train")]
+    assert len([line for line in body.splitlines() if line.strip()]) <= 10
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr("megabatch.recipes.digits", lambda: CONFIG)
+    exec(compile(block, "drop-in.md", "exec"), {})
+    assert wandb.how["config"]["seed"] == CONFIG.seed
+    assert wandb.code == 0
+    assert {name for _, numbers in wandb.logged for name in numbers} >= {
+        "train/loss", "evaluation/top1",
+    }  # fmt: skip
+    assert "failed" not in capfd.readouterr().err
 
 
 # --- MLPerf ------------------------------------------------------------------------------------

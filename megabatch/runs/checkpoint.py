@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from megabatch.durable import open_plain, read_plain, remove, sync, write
-from megabatch.errors import UserError
+from megabatch.errors import UserError, printable
 
 WEIGHTS = "model.safetensors"
 CHECKPOINTS, BEST = "checkpoints", "best"
@@ -142,7 +142,8 @@ def newest(folder: Path) -> Path | None:
         fault = _fault(path)
         if fault is None:
             return path
-        print(f"megabatch: the checkpoint {path} is left out: {fault}", file=sys.stderr)
+        said = printable(f"megabatch: the checkpoint {path} is left out: {fault}")
+        print(said, file=sys.stderr)
     return None
 
 

@@ -21,6 +21,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from megabatch.errors import printable
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -43,7 +45,9 @@ def to_people(quiet: bool = False, result: bool = False) -> Console:
 
 
 def say(console: Console, words: str) -> None:
-    """One line; at a terminal broken between words, never inside one."""
+    """One line, whatever a name in it holds; at a terminal broken between words, never inside
+    one."""
+    words = printable(words)
     if console.is_terminal and len(words) > console.width:
         words = "\n".join(
             textwrap.wrap(

@@ -31,7 +31,8 @@ _DISK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Chaos:
-    """What is to happen. --seed is of the schedule and of the run."""
+    """What is to happen; a recipe's own flags may follow, as for megabatch train. --seed is of the
+    schedule and of the run."""
 
     rounds: int = 3
     """runs that something happens to"""
@@ -56,10 +57,10 @@ class ChaosFlags:
 
 
 def run(arguments: list[str]) -> int:
+    if {"-h", "--help"} & {*arguments}:
+        parse(Chaos, "chaos RECIPE", ["--help"])
     if not arguments or arguments[0].startswith("-"):
-        arguments = ["digits", *arguments] if {"-h", "--help"} & {*arguments} else arguments
-        if not arguments or arguments[0].startswith("-"):
-            raise UserError(f"chaos needs a recipe: one of {', '.join(recipes.RECIPES)}")
+        raise UserError(f"chaos needs a recipe: one of {', '.join(recipes.RECIPES)}")
     chaos, config = _read_flags(arguments[0], arguments[1:])
     began = time.monotonic()
     place = Path(chaos.keep_runs) if chaos.keep_runs else scratch() / "chaos"

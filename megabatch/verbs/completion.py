@@ -14,7 +14,7 @@ from megabatch.errors import DONE, UserError, nearest
 from megabatch.verbs.examples import EXAMPLES, show_examples
 from megabatch.verbs.parsing import flags_of
 
-_WITH_RECIPE = ("train", "plan", "study")
+_WITH_RECIPE = ("train", "plan", "study", "chaos")
 
 
 class Verb(NamedTuple):

@@ -57,10 +57,10 @@ def run(arguments: list[str]) -> int:
             status, result = _pack(flags, threads)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            print(
+            say(
                 f"megabatch: packing stopped: {error.strerror or error}{where}; there is no output "
                 f"file, finished parts are kept, and the same command goes on from there",
-                file=sys.stderr,
+                progress=True,
             )
             status, result = FAILED, {"error": str(error)}
     if flags.json:
@@ -135,9 +135,9 @@ def _verify(path: Path, threads: int) -> tuple[int, dict[str, Any]]:
     _list("is damaged", found.bad)
     result = {"file": str(path), "images": found.images, "bad": found.bad, "frame": found.frame}
     if found.bad or found.frame:
-        print(f"megabatch: {path} is damaged: copy it or pack it again", file=sys.stderr)
+        say(f"megabatch: {path} is damaged: copy it or pack it again", progress=True)
         if found.frame:
-            print(f"megabatch: {found.frame}", file=sys.stderr)
+            say(f"megabatch: {found.frame}", progress=True)
         return FAILED, result
     say(f"{path}: all {found.images:,} images are good")
     return DONE, result

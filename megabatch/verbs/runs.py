@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from megabatch.errors import DONE, UserError
+from megabatch.errors import DONE, UserError, printable
 from megabatch.verbs.parsing import parse
-from megabatch.verbs.writing import printable, say
+from megabatch.verbs.writing import say
 
 _DEEPEST = 3
 

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest
+from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest, printable
 from megabatch.report.numbers import count, duration, percent, short
 from megabatch.runs.record import Record, Tail, glance_files, is_run, number, recent_speed
 from megabatch.verbs.parsing import parse
-from megabatch.verbs.writing import printable, say
+from megabatch.verbs.writing import say
 
 _LOOK_SECONDS = 0.5
 _WIDE = 120

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from megabatch.errors import RunFailed, UserError
+from megabatch.errors import RunFailed, UserError, printable
 from megabatch.runs.progress import say as say_on
 from megabatch.runs.progress import to_people
 
@@ -34,11 +34,6 @@ def write_whole(out: Path, data: bytes) -> None:
         raise RunFailed(f"{out} cannot be written: {error.strerror or error}") from None
 
 
-def printable(words: str) -> str:
-    """Words from a file or a name, with what moves a cursor or is no Unicode written out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
-
-
 def say(words: str, progress: bool = False) -> None:
     """One line: a result on standard output, or progress on standard error."""
     print(printable(words), file=sys.stderr if progress else sys.stdout, flush=True)
@@ -46,5 +41,5 @@ def say(words: str, progress: bool = False) -> None:
 
 def say_result(words: str) -> None:
     """A sentence on standard output, at a terminal broken between words."""
-    say_on(to_people(result=True), printable(words))
+    say_on(to_people(result=True), words)
     sys.stdout.flush()
