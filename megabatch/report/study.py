@@ -65,10 +65,7 @@ def _errors(study: Study, colours: dict[str, int]) -> str:
     drawn = against_batch("Error", lines, "top-1 error", percent=True, level=level, wide=True)
     if not drawn:
         return ""
-    key = "".join(
-        f'<button type="button" data-run="{at}" aria-pressed="true">{dot(at)}{text(arm)}</button>'
-        for arm, at in colours.items()
-    )
+    key = "".join(f"<span>{dot(at)}{text(arm)}</span>" for arm, at in colours.items())
     key = f'<div class="key">{key}</div>' if len(colours) > 1 else ""
     heads = ("", "batch", "seeds", "top-1", "95 %", "to the baseline", "95 %", "steps")
     rows = [

@@ -239,7 +239,8 @@ def _tell(out: Path, ended: str, flags: Sweep) -> int:
     _show(rows)
     page, said = out / "report.html", reading(study)
     write_whole(page, study_page(study).encode(errors="replace"))
-    title = f"Top-1 error against batch size: {out.resolve().name}"
+    recipe = next((r.run.config.get("name") for c in study.cells for r in c.runs), None)
+    title = f"{recipe or 'study'}: top-1 error against batch size"
     write_whole(out / "error.svg", error_figure(study, title).encode(errors="replace"))
     say_result(said)
     say_result(f"{page}")
