@@ -187,26 +187,37 @@ def test_a_search_never_sees_the_validation_images():
 
 def test_rates_are_searched_at_each_batch_and_chosen_by_held_out_images(tmp_path):
     plan, _ = read_flags(
-        "digits", ["--batches", "32,256", "--rates", "0.5,1,2", "--arms", "sgd", "no_warmup"]
-    )
+        "digits",
+        ["--batches", "32,256", "--rates", "0.5,1,2", "--arms", "sgd", "no_warmup",
+         "mine=--lr.reference 5"],
+    )  # fmt: skip
     search = plan.search()
     assert [trial.name for trial in search] == [
         "rate-32-x0.5-s0", "rate-32-x1-s0", "rate-32-x2-s0",
         "rate-256-x0.5-s0", "rate-256-x1-s0", "rate-256-x2-s0",
+        "rate-32-sgd-x0.5-s0", "rate-32-sgd-x1-s0", "rate-32-sgd-x2-s0",
+        "rate-256-sgd-x0.5-s0", "rate-256-sgd-x1-s0", "rate-256-sgd-x2-s0",
     ]  # fmt: skip
     assert all(trial.config.data.tuning_share == 0.1 for trial in search)
     for batch, top1s in ((32, (0.5, 0.9, 0.7)), (256, (0.6, 0.7, 0.8))):
         for factor, top1 in zip((0.5, 1, 2), top1s, strict=True):
             made_up_run(tmp_path, batch, 0, top1, kind="rate", factor=factor)
     study = read(tmp_path)
-    assert study.chosen_factors() == {32: 1, 256: 2}
+    assert study.chosen_factors() == {(RECIPE, 32): 1, (RECIPE, 256): 2}
     lines = list(study.search_in_words())
     assert "8 is chosen" in lines[0] and "edge" not in lines[0]
     assert "128 is chosen, at the edge of what was tried" in lines[1]
     runs = {trial.name: trial.config for trial in plan.runs(study.chosen_factors())}
     assert runs["256-s0"].lr.peak(256) == 128 and runs["256-s0"].data.tuning_share == 0
     assert runs["256-no_warmup-s0"].lr.peak(256) == 128
-    assert runs["256-sgd-s0"].lr.peak(256) == pytest.approx(0.1)  # it has a rate of its own
+    assert runs["256-mine-s0"].lr.peak(256) == 5  # given by hand
+    assert runs["256-sgd-s0"].lr.peak(256) == pytest.approx(0.1)  # a search of its own
+    made_up_run(tmp_path, 256, 0, 0.8, arm="sgd", kind="rate", factor=2)
+    found = read(tmp_path)
+    runs = {trial.name: trial.config for trial in plan.runs(found.chosen_factors())}
+    assert runs["256-sgd-s0"].lr.peak(256) == pytest.approx(0.2)
+    assert "rates at 256 for sgd, by held-out training images" in list(found.search_in_words())[2]
+    assert "chosen" in study_page(found)
 
 
 # --- running -----------------------------------------------------------------------------------
@@ -323,6 +334,25 @@ def test_states_of_a_folder(tmp_path):
     assert state(folder, trial) == "failed"
     (folder / "summary.json").write_text('{"ended": "finished"}')
     assert state(folder, trial) == "finished"
+
+
+def test_a_long_run_says_how_far_it_is():
+    said, due = [], iter([False, True])
+    trial = Trial("run", RECIPE, 64, mb.recipes.digits())
+    voice = sweep.Voice(trial, said.append, lambda: next(due))
+    voice.write("evaluation", {"epoch": 1.0, "top1": 0.5})
+    assert said == []  # what ends soon needs no words
+    voice.write("train", {"step": 1})
+    voice.write("evaluation", {"epoch": 2.0, "top1": 0.5})
+    assert said == ["64-s0: 2.0 of 20 epochs, top-1 50.00%"]
+
+
+def test_a_folder_of_a_study_has_a_report(tmp_path, capfd):
+    made_up_run(tmp_path / "study", 64, 0, 0.9)
+    out = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "study"), "--out", str(out), "--json"]) == DONE
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["rows"][0]["batch"] == 64
+    assert "Error against batch" in out.read_text()
 
 
 # --- what the numbers say ----------------------------------------------------------------------

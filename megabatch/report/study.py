@@ -239,11 +239,13 @@ def _rates(study: Study) -> str:
     if not study.tried:
         return ""
     rows = []
+    chosen = study.chosen()
     for run in study.tried:
-        best = study.chosen(run.batch) is run
+        best = run in chosen
         top1 = percent(run.top1) if run.finished else ("failed" if run.failure else UNKNOWN)
         rows.append(
             (
+                text(run.arm),
                 f"{run.batch:,}",
                 f"{run.factor:g}",
                 short(run.rate),
@@ -251,7 +253,7 @@ def _rates(study: Study) -> str:
                 "chosen" if best else "",
             )
         )
-    heads = ("batch", "times the recipe's", "rate", "held-out top-1", "")
+    heads = ("", "batch", "times its own", "rate", "held-out top-1", "")
     return table(heads, rows, words=1)
 
 
