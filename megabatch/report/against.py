@@ -124,7 +124,7 @@ def _drawn(line: Points, x: Axis, y: Axis) -> str:
     )
     dash = " dash" if line.dashed else ""
     out = f'<path class="s{dash}" {style} d="{path}"/>'
-    out += f'<path class="raw" {style} d="{bars}"/>' if bars else ""
+    out += f'<path class="whisker" {style} d="{bars}"/>' if bars else ""
     out += f'<path class="single" {style} d="{singles}"/>' if singles else ""
     return out + f'<path class="dots" {style} d="{dots}"/>'
 

@@ -145,6 +145,7 @@ figcaption small{font-weight:400;font-size:12px;color:var(--soft);text-align:rig
 .plot .dots{stroke:var(--c);stroke-width:6;stroke-linecap:round}
 .plot .dash{stroke-dasharray:5 4}
 .plot .single{stroke:var(--c);stroke-width:4;stroke-linecap:round;opacity:.4}
+.plot .whisker{stroke:var(--c);stroke-width:1.5;opacity:.75}
 .plot .level{stroke:var(--soft);stroke-width:1;stroke-dasharray:5 4}
 .plot span{position:absolute;font-size:11px;line-height:1;color:var(--soft);white-space:nowrap}
 .plot .y{right:100%;margin-right:7px;transform:translateY(50%)}

@@ -65,10 +65,7 @@ def _errors(study: Study, colours: dict[str, int]) -> str:
     drawn = against_batch("Error", lines, "top-1 error", percent=True, level=level, wide=True)
     if not drawn:
         return ""
-    key = "".join(
-        f'<button type="button" data-run="{at}" aria-pressed="true">{dot(at)}{text(arm)}</button>'
-        for arm, at in colours.items()
-    )
+    key = "".join(f"<span>{dot(at)}{text(arm)}</span>" for arm, at in colours.items())
     key = f'<div class="key">{key}</div>' if len(colours) > 1 else ""
     heads = ("", "batch", "seeds", "top-1", "95 %", "to the baseline", "95 %", "steps")
     rows = [
@@ -242,11 +239,13 @@ def _rates(study: Study) -> str:
     if not study.tried:
         return ""
     rows = []
+    chosen = study.chosen()
     for run in study.tried:
-        best = study.chosen(run.batch) is run
+        best = run in chosen
         top1 = percent(run.top1) if run.finished else ("failed" if run.failure else UNKNOWN)
         rows.append(
             (
+                text(run.arm),
                 f"{run.batch:,}",
                 f"{run.factor:g}",
                 short(run.rate),
@@ -254,7 +253,7 @@ def _rates(study: Study) -> str:
                 "chosen" if best else "",
             )
         )
-    heads = ("batch", "times the recipe's", "rate", "held-out top-1", "")
+    heads = ("", "batch", "times its own", "rate", "held-out top-1", "")
     return table(heads, rows, words=1)
 
 

@@ -72,7 +72,8 @@ def _lamb(config: Config) -> Config:
 def _grow(config: Config) -> Config:
     """Two thirds of the batch for a third of the run, then twice that: as many steps, at the same
     rate."""
-    first = max(1, round(2 / 3 * config.batch / config.span)) * config.span
+    unit = max(1, config.micro // 8 // config.span) * config.span  # or passes would be tiny
+    first = max(1, round(2 / 3 * config.batch / unit)) * unit
     kept = _rate(reference=config.lr.peak(config.batch), per=None)(config)
     stages = (Stage(config.epochs / 3, 2 * first),)
     return replace(kept, batch=first, stages=stages, rate_follows_batch=False)

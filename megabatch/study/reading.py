@@ -36,34 +36,36 @@ def _sentences(study: Study) -> Iterator[str]:
     yield from _arms(study)
 
 
-def _kept(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
-    if not larger:
-        return
+def _largest_kept(study: Study, larger: list[Cell]) -> Cell | None:
+    """The largest batch that ends, by its mean, where the baseline does."""
     kept = [c for c in larger if study.against_baseline(c).value >= -KEPT_POINTS]
-    if kept:
-        most = max(kept, key=lambda cell: cell.batch)
+    return max(kept, key=lambda cell: cell.batch, default=None)
+
+
+def _kept(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
+    most = _largest_kept(study, larger)
+    if most is not None:
         yield (
             f"By its mean, {most.batch:,} is the largest batch that stays within {KEPT_POINTS:g} "
             f"points of the baseline: {most.batch / base.batch:.3g} times the batch, "
             f"{_ratio(most, base, 'steps')} of the steps."
         )
-    else:
+    elif larger:
         yield f"None of them stays within {KEPT_POINTS:g} points of the baseline."
 
 
 def _noise(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
-    """The probe's forecast, held against what the runs needed."""
+    """The probe's forecast, held against where the runs lose accuracy."""
     forecast = study.forecast
     if not math.isfinite(forecast):
         return
     words = f"The probe's noise scale, {forecast:,.0f} images, forecasts that scaling ends there"
-    ended = [c.batch for c in larger if study.against_baseline(c).value < -KEPT_POINTS]
-    if not ended:
-        largest = max((cell.batch for cell in larger), default=base.batch)
-        yield f"{words}; up to {largest:,} the runs lose nothing."
+    most = _largest_kept(study, larger) or base
+    ended = [cell.batch for cell in larger if cell.batch > most.batch]
+    if ended:
+        yield f"{words}; the runs lose accuracy from {min(ended):,} on."
     else:
-        side = "above" if min(ended) > forecast else "below"
-        yield f"{words}; the runs first lose accuracy at {min(ended):,}, {side} it."
+        yield f"{words}; up to {most.batch:,} the runs lose none."
 
 
 def _arms(study: Study) -> Iterator[str]:

@@ -175,31 +175,35 @@ class Study:
 
     # --- rates and noise
 
-    def chosen(self, batch: int) -> Result | None:
-        """The run of the search at a batch that did best on held-out training images."""
-        at = [run for run in self.tried if run.batch == batch and run.finished]
-        return max(at, key=lambda run: run.top1, default=None)
+    def searches(self) -> list[list[Result]]:
+        """The runs that rates were chosen by, those of one arm and batch together, by rate."""
+        found: dict[tuple[str, int], list[Result]] = {}
+        for run in self.tried:
+            found.setdefault((run.arm, run.batch), []).append(run)
+        return list(found.values())
 
-    def chosen_factors(self) -> dict[int, float]:
-        found = {run.batch: self.chosen(run.batch) for run in self.tried}
-        return {batch: run.factor for batch, run in found.items() if run is not None}
+    def chosen(self) -> list[Result]:
+        """Of each search the run that did best on held-out training images."""
+        finished = [[run for run in search if run.finished] for search in self.searches()]
+        return [max(search, key=lambda run: run.top1) for search in finished if search]
 
-    def chosen_rates(self) -> dict[int, float]:
-        found = {run.batch: self.chosen(run.batch) for run in self.tried}
-        return {batch: run.rate for batch, run in found.items() if run is not None}
+    def chosen_factors(self) -> dict[tuple[str, int], float]:
+        return {(run.arm, run.batch): run.factor for run in self.chosen()}
 
     def search_in_words(self) -> Iterator[str]:
         """What was tried at each batch, and what was chosen."""
-        for batch in sorted({run.batch for run in self.tried}):
-            at = sorted((r for r in self.tried if r.batch == batch), key=lambda run: run.factor)
-            best = self.chosen(batch)
-            told = ", ".join(f"{r.rate:.4g}: {_percent(r.top1)}" for r in at)
+        chosen = self.chosen()
+        for search in self.searches():
+            told = ", ".join(f"{run.rate:.4g}: {_percent(run.top1)}" for run in search)
             end = "none can be chosen"
-            if best is not None:
-                end = f"{best.rate:.4g} is chosen"
-                if len(at) > 1 and best in (at[0], at[-1]):
-                    end += ", at the edge of what was tried: widen --rates"
-            yield f"rates at batch {batch:,}, by held-out training images: {told}; {end}"
+            for run in search:
+                if run in chosen:
+                    end = f"{run.rate:.4g} is chosen"
+                    if len(search) > 1 and run in (search[0], search[-1]):
+                        end += ", at the edge of what was tried: widen --rates"
+            arm, batch = search[0].arm, search[0].batch
+            whose = "" if arm == RECIPE else f" for {arm}"
+            yield f"rates at {batch:,}{whose}, by held-out training images: {told}; {end}"
 
     @property
     def forecast(self) -> float:
@@ -251,6 +255,8 @@ def read(path: Path) -> Study:
             cells.setdefault(key, Cell(*key)).runs.append(result)
     for cell in cells.values():
         cell.runs.sort(key=lambda run: run.seed)
-    tried = sorted(others["rate"], key=lambda run: (run.batch, run.factor))
+    tried = sorted(
+        others["rate"], key=lambda run: (run.arm != RECIPE, run.arm, run.batch, run.factor)
+    )
     ordered = sorted(cells.values(), key=lambda cell: (cell.arm != RECIPE, cell.arm, cell.batch))
     return Study(path, ordered, tried, others["probe"])

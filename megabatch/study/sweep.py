@@ -11,9 +11,10 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from megabatch.data.source import Source, for_tuning
 from megabatch.durable import lock, remove
 from megabatch.errors import RunFailed, UserError
 from megabatch.runs.alive import mark
-from megabatch.runs.progress import clock
+from megabatch.runs.progress import Due, clock
 from megabatch.study.results import read
 from megabatch.study.trials import Plan, Trial, state, write_label
 from megabatch.training import Summary, train
@@ -75,6 +76,24 @@ class TimeLeft:
         return found
 
 
+class Voice:
+    """A logger that says now and then how far a long run is."""
+
+    def __init__(self, trial: Trial, say: Say, due: Callable[[], bool] | None = None) -> None:
+        self._trial, self._say, self._due = trial, say, due or Due()
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        """The study has said that it begins."""
+
+    def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        if kind == "evaluation" and self._due():
+            of = f"{record['epoch']:.1f} of {self._trial.config.epochs:g} epochs"
+            self._say(f"{self._trial.name}: {of}, top-1 {record['top1']:.2%}")
+
+    def end(self, summary: Mapping[str, Any] | None) -> None:
+        """The study says how it ended."""
+
+
 def study(
     plan: Plan,
     out: Path,
@@ -96,14 +115,18 @@ def study(
             if sweep.over(plan.probes(), "a probe of the noise") == "stopped":
                 return "stopped"
             say(cluster.agree(lambda: read(out).forecast_in_words()))
-        factors: dict[int, float] = {}
-        if plan.rates:
-            if sweep.over(plan.search(), "the search for rates") == "stopped":
-                return "stopped"
-            factors = cluster.agree(lambda: read(out).chosen_factors())
-            for line in cluster.agree(lambda: list(read(out).search_in_words())):
-                say(line)
+        if plan.rates and sweep.over(plan.search(), "the search for rates") == "stopped":
+            return "stopped"
+        # Those of an earlier search too: a study that grows keeps its rates.
+        factors, lines = cluster.agree(lambda: _chosen_rates(out))
+        for line in lines:
+            say(line)
         return sweep.over(plan.runs(factors), "the runs")
+
+
+def _chosen_rates(out: Path) -> tuple[dict[tuple[str, int], float], list[str]]:
+    found = read(out)
+    return found.chosen_factors(), list(found.search_in_words())
 
 
 class Sweep:
@@ -143,13 +166,33 @@ class Sweep:
                 f"run {number + 1} of {len(waiting)}: {trial.name}"
                 + (f"; left {clock(left)}" if left is not None else "")
             )
-            summary, failure = _run(trial, place, cluster, self._images, self._verbose)
+            summary, failure = self._run(trial)
             if summary is not None and summary.ended == "stopped":
                 return "stopped"
             self._left.ran(trial, time.monotonic() - began)
             self._ended(trial, failure)
             say(f"{trial.name}: {_in_words(trial, summary, failure)}")
         return "finished"
+
+    def _run(self, trial: Trial) -> tuple[Summary | None, str | None]:
+        """How one run ended, or why it failed."""
+        try:
+            summary = train(
+                trial.config,
+                cluster=self._cluster,
+                out=self._out / trial.name,
+                resume=True,
+                quiet=not self._verbose,
+                loggers=() if self._verbose else [Voice(trial, self._say)],
+                sources=self._images.of(trial.config),
+            )
+        except (RunFailed, UserError) as error:
+            return None, str(error)
+        except Exception as error:
+            if self._cluster.world > 1:  # the others are in the middle of a step
+                raise
+            return None, f"{type(error).__name__}: {error}"
+        return summary, None
 
     def _ended(self, trial: Trial, failure: str | None) -> None:
         place = self._out / trial.name
@@ -161,28 +204,6 @@ class Sweep:
         gc.collect()  # a net that is gone leaves its memory to the next
         if self._cluster.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _run(
-    trial: Trial, place: Path, cluster: Cluster, images: SharedImages, verbose: bool
-) -> tuple[Summary | None, str | None]:
-    """How one run ended, or why it failed."""
-    try:
-        config = trial.config
-        return train(
-            config,
-            cluster=cluster,
-            out=place,
-            resume=True,
-            quiet=not verbose,
-            sources=images.of(config),
-        ), None
-    except (RunFailed, UserError) as error:
-        return None, str(error)
-    except Exception as error:
-        if cluster.world > 1:  # the others are in the middle of a step
-            raise
-        return None, f"{type(error).__name__}: {error}"
 
 
 def _in_words(trial: Trial, summary: Summary | None, failure: str | None) -> str:

@@ -44,12 +44,10 @@ class Trial:
 
     @property
     def name(self) -> str:
-        if self.kind == "rate":
-            return f"rate-{self.batch}-x{self.factor:g}-s{self.seed}"
-        if self.kind == "probe":
-            return f"probe-{self.batch}-s{self.seed}"
         arm = "" if self.arm == RECIPE else f"{self.arm}-"
-        return f"{self.batch}-{arm}s{self.seed}"
+        if self.kind == "rate":
+            return f"rate-{self.batch}-{arm}x{self.factor:g}-s{self.seed}"
+        return f"{'probe-' * (self.kind == 'probe')}{self.batch}-{arm}s{self.seed}"
 
     def label(self) -> dict[str, Any]:
         """What its folder says of it beside the config."""
@@ -70,19 +68,22 @@ class Plan:
     """by arm and batch, in the order of the runs"""
     seeds: range
     rates: tuple[float, ...] = ()
-    """multiples of the recipe's rate to choose among, at each batch"""
+    """multiples of a rate to choose among: of the recipe's, and of those that arms bring"""
     own_rates: frozenset[str] = frozenset()
-    """arms that have a rate of their own, which is not the recipe's times anything"""
+    """arms that bring a rate of their own; the others have the recipe's"""
+    given_rates: frozenset[str] = frozenset()
+    """arms whose rate was given by hand, and stays as it is"""
     probe: bool = False
 
-    def runs(self, factors: Mapping[int, float]) -> list[Trial]:
-        """A run for each arm and batch from each seed, at the recipe's rate times a factor; all
+    def runs(self, factors: Mapping[tuple[str, int], float]) -> list[Trial]:
+        """A run for each arm and batch from each seed, at its rate times what was chosen; all
         batches from one seed before the next, so that a study that is stopped has some of
         everything."""
         found = []
         for seed in self.seeds:
             for (arm, batch), config in self.configs.items():
-                factor = 1.0 if arm in self.own_rates else factors.get(batch, 1.0)
+                whose = arm if arm in self.own_rates | self.given_rates else RECIPE
+                factor = factors.get((whose, batch), 1.0)
                 seeded = replace(at_rate(config, factor), seed=seed)
                 found.append(Trial("run", arm, batch, seeded, factor))
         return found
@@ -93,7 +94,7 @@ class Plan:
         return [
             Trial("rate", arm, batch, _for_tuning(at_rate(config, rate), self.seeds[0]), rate)
             for (arm, batch), config in self.configs.items()
-            if arm == RECIPE
+            if arm == RECIPE or arm in self.own_rates
             for rate in self.rates
         ]
 
@@ -159,3 +160,7 @@ def folders(study: Path) -> Iterator[Path]:
     for path in sorted(study.iterdir()) if study.is_dir() else ():
         if is_plain(path / "trial.json"):
             yield path
+
+
+def is_study(path: Path) -> bool:
+    return next(folders(path), None) is not None

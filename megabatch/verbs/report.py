@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from megabatch.errors import DONE, UserError
+from megabatch.study.trials import is_study
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.writing import check_out, say, write_whole
 
@@ -21,7 +22,7 @@ class ReportFlags:
     """
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
-    """folders of runs, finished or not"""
+    """folders of runs, finished or not, or the folder of one study"""
     out: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = "report.html"
     """the page to write; one that is there is replaced"""
     json: bool = False
@@ -34,6 +35,8 @@ def run(arguments: list[str]) -> int:
         raise UserError("report needs a run: megabatch report RUN [RUN ...] --out report.html")
     out = Path(flags.out)
     check_out(out, (".html", ".htm"), "a report")
+    if len(flags.runs) == 1 and is_study(Path(flags.runs[0])):
+        return _study(Path(flags.runs[0]), out, flags.json)
     from megabatch.report.run import report
     from megabatch.runs.record import read
 
@@ -55,4 +58,19 @@ def run(arguments: list[str]) -> int:
             "faults": {str(r.path): r.faults for r in records if r.faults},
         }
         print(json.dumps(result), flush=True)
+    return DONE
+
+
+def _study(folder: Path, out: Path, as_json: bool) -> int:
+    from megabatch.report.study import study_page
+    from megabatch.study.results import read
+
+    study = read(folder)
+    written = study_page(study).encode(errors="replace")
+    write_whole(out, written)
+    runs = sum(len(cell.runs) for cell in study.cells)
+    say(f"{out}: a study of {runs} runs, {len(written) / 1e3:,.0f} kB")
+    if as_json:
+        rows = list(study.rows())
+        print(json.dumps({"out": str(out), "nbytes": len(written), "rows": rows}), flush=True)
     return DONE

@@ -43,8 +43,8 @@ class Sweep:
     arm_batches: str = ""
     """batches that the arms run at (none: all)"""
     rates: str = ""
-    """multiples of the recipe's rate to choose among at each batch, with commas between them: by
-    held-out training images, never the validation images"""
+    """multiples of the rate to choose among at each batch, with commas between them: by held-out
+    training images, never the validation images"""
     probe: bool = False
     """first a short run whose gradient noise scale forecasts where scaling ends"""
     out: str | None = None
@@ -148,17 +148,18 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Plan, Sweep]:
         for batch in sorted({*batches, *arm_batches})
     }
     configs = {(RECIPE, batch): at_batch[batch].check() for batch in batches}
-    own_rates = set[str]()
+    given_rates = set[str]()
     for arm in flags.arms:
-        changed, own_rate = _arm(arm, {batch: at_batch[batch] for batch in arm_batches}, words)
+        changed, by_hand = _arm(arm, {batch: at_batch[batch] for batch in arm_batches}, words)
         configs |= changed
-        own_rates |= {name for name, _ in changed if own_rate}
+        given_rates |= {name for name, _ in changed if by_hand}
     seed = configs[RECIPE, batches[0]].seed
     plan = Plan(
         configs=configs,
         seeds=range(seed, seed + flags.seeds),
         rates=tuple(_rates(flags.rates)),
-        own_rates=frozenset(own_rates),
+        own_rates=frozenset(name for name, arm in ARMS.items() if arm.own_rate),
+        given_rates=frozenset(given_rates),
         probe=flags.probe,
     )
     return plan, flags
@@ -180,8 +181,9 @@ def _at_batch(name: str, batch: int, words: str, arguments: list[str], given: Gi
 def _arm(
     arm: str, at_batch: dict[int, Config], words: str
 ) -> tuple[dict[tuple[str, int], Config], bool]:
-    """The configs of an arm by its name and batch, and whether it has a rate of its own."""
+    """The configs of an arm by its name and batch, and whether its rate is given by hand."""
     name, made, flags = arm.partition("=")
+    by_hand = False
     if made:
         if not name.replace("_", "").replace(".", "").isalnum() or name in (RECIPE, *ARMS):
             raise UserError(
@@ -193,16 +195,15 @@ def _arm(
             batch: fitted(parse(StudyFlags, words, changes, StudyFlags(Sweep(), config)).config)
             for batch, config in at_batch.items()
         }
-        own_rate = any(word.startswith(("--lr.reference", "--lr.per")) for word in changes)
+        by_hand = any(word.startswith(("--lr.reference", "--lr.per")) for word in changes)
     elif name not in ARMS:
         raise UserError(f"there is no arm {name!r}: {nearest(name, ARMS)}")
     else:
         changed = {b: fitted(ARMS[name].change(config)) for b, config in at_batch.items()}
-        own_rate = ARMS[name].own_rate
     found = {(name, b): c.check() for b, c in changed.items() if c != at_batch[b]}
     if not found:
         raise UserError(f"the arm {name} changes nothing of this recipe: leave it away")
-    return found, own_rate
+    return found, by_hand
 
 
 def _batches(words: str, flag: str) -> list[int]:
@@ -239,7 +240,8 @@ def _tell(out: Path, ended: str, flags: Sweep) -> int:
     _show(rows)
     page, said = out / "report.html", reading(study)
     write_whole(page, study_page(study).encode(errors="replace"))
-    title = f"Top-1 error against batch size: {out.resolve().name}"
+    recipe = next((r.run.config.get("name") for c in study.cells for r in c.runs), None)
+    title = f"{recipe or 'study'}: top-1 error against batch size"
     write_whole(out / "error.svg", error_figure(study, title).encode(errors="replace"))
     say_result(said)
     say_result(f"{page}")
@@ -250,7 +252,10 @@ def _tell(out: Path, ended: str, flags: Sweep) -> int:
         "report": str(page),
         "reading": said,
         "rows": rows,
-        "rates": study.chosen_rates(),
+        "rates": [
+            {"arm": run.arm, "batch": run.batch, "rate": run.rate, "times": run.factor}
+            for run in study.chosen()
+        ],
         "forecast": None if math.isnan(study.forecast) else study.forecast,
     }
     written = {"command": sys.argv, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **result}

@@ -13,9 +13,13 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from browser import CHROMIUM, Browser
 from run_folders import evaluation_line, layer_line, made_up, real_run, step_line
+from studies import made_up_run
 
+from megabatch.report.figure import error_figure
 from megabatch.report.run import report
+from megabatch.report.study import study_page
 from megabatch.runs.record import read
+from megabatch.study import results
 
 pytestmark = [pytest.mark.systems, pytest.mark.timeout(300)]
 
@@ -198,3 +202,60 @@ def test_a_long_run_is_drawn_at_once(browser, tmp_path):
         " return t.loadEventEnd - t.startTime })()"
     )
     assert browser.console == [] and milliseconds < 5000
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """The page of a study with arms, rates and a probe."""
+    top = tmp_path_factory.mktemp("study")
+    for batch, top1s in ((64, (0.90, 0.91, 0.92)), (256, (0.89, 0.91, 0.9)), (1024, (0.7, 0.72))):
+        for seed, top1 in enumerate(top1s):
+            made_up_run(top, batch, seed, top1)
+            made_up_run(top, batch, seed, top1 - 0.1, arm="sgd")
+        for factor in (0.5, 1, 2):
+            made_up_run(top, batch, 0, 0.8 - 0.1 * (factor - 1) ** 2, kind="rate", factor=factor)
+    made_up_run(top, 1024, 0, 0.3, kind="probe", noise=600.0)
+    found = results.read(top)
+    (top / "report.html").write_text(study_page(found))
+    (top / "error.svg").write_text(error_figure(found, "error against batch"))
+    return top / "report.html"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [LAPTOP, PHONE])
+def test_a_study_is_drawn(browser, study, width, dark):
+    browser.show(study, width, dark=dark)
+    picture(browser, f"study-{width}-{'dark' if dark else 'light'}")
+    assert browser.console == []
+    assert browser.requests == [study.resolve().as_uri()]
+    assert browser.run("document.documentElement.scrollWidth") == width
+    boxes = browser.run(
+        "[...document.querySelectorAll('.plot svg')].map(s => {"
+        " const b = s.getBoundingClientRect();"
+        " return [b.left, b.right, b.width, b.height, s.querySelectorAll('path').length] })"
+    )
+    assert len(boxes) >= 6
+    for left, right, wide, high, parts in boxes:
+        assert 0 <= left < right <= width and wide > 200 and high > 100 and parts >= 2
+    found = browser.run(CONTRAST)
+    assert len(found) > 100
+    assert [row for row in found if row["contrast"] < 4.5] == []
+
+
+def test_pointing_at_a_batch_tells_its_values(browser, study):
+    browser.show(study, LAPTOP)
+    browser.run("document.documentElement.style.scrollBehavior = 'auto'")
+    browser.move_to(*centre_of(browser, ".charts figure .plot"))
+    told = browser.run("document.querySelector('.tip').innerText")
+    assert "batch 256" in told and "recipe" in told and "10.00 %" in told
+    assert browser.console == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_figure_of_a_study_is_drawn(browser, study, tmp_path, dark):
+    figure = study.with_name("error.svg")
+    browser.show(figure, 800, 500, dark=dark, drawn=False)
+    browser.picture(tmp_path / "figure.png", whole=False)
+    assert browser.console == [] and browser.requests == [figure.resolve().as_uri()]
+    drawn = numpy.asarray(Image.open(tmp_path / "figure.png").convert("L"))
+    assert drawn[200, 380] < 60 if dark else drawn[200, 380] > 200

@@ -1,0 +1,444 @@
+"""Studies: which runs there are, what is run again and what is not, and what the numbers say."""
+
+import json
+import math
+import os
+import signal
+import statistics
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+import torch
+from run_folders import made_up
+from studies import made_up_run
+
+import megabatch as mb
+from megabatch import models
+from megabatch.batch import count_steps
+from megabatch.cli import main
+from megabatch.config import Config
+from megabatch.data.opening import open_sources
+from megabatch.data.source import for_tuning
+from megabatch.errors import DONE, FAILED, STOPPED, UserError
+from megabatch.models.resnet import open_blocks
+from megabatch.recipes.by_batch import fitted
+from megabatch.report.figure import error_figure
+from megabatch.report.study import study_page
+from megabatch.study import sweep
+from megabatch.study.arms import ARMS
+from megabatch.study.reading import reading
+from megabatch.study.results import read
+from megabatch.study.spread import difference, mean, quantile
+from megabatch.study.trials import RECIPE, Plan, Trial, state, write_label
+from megabatch.verbs.study import read_flags
+
+# --- intervals ---------------------------------------------------------------------------------
+
+
+def test_quantiles_of_students_t():
+    """Of any table of the distribution."""
+    for freedom, t in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (10, 2.228), (30, 2.042)):
+        assert quantile(freedom) == pytest.approx(t, abs=6e-4)
+    assert quantile(1e4) == pytest.approx(1.9602, abs=1e-3)
+    assert quantile(2.5) < quantile(2.4) and quantile(2.5) > quantile(3)
+    assert math.isnan(quantile(0))
+
+
+def test_quantiles_against_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    for freedom in (1, 1.3, 2, 2.7, 5, 17.5, 100):
+        assert quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-4)
+
+
+def test_means_and_differences():
+    found = mean([1.0, 2.0, 3.0])
+    assert found.value == 2 and found.half == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
+    assert math.isnan(mean([5.0]).half) and mean([]).seeds == 0
+    # Equal spreads and counts: Welch is the plain test with 2 n - 2 degrees of freedom.
+    one, other = [1.0, 2.0, 3.0], [4.0, 5.0, 6.0]
+    found = difference(other, one)
+    assert found.value == 3
+    assert found.half == pytest.approx(2.7764 * math.sqrt(2 / 3), rel=1e-4)
+    assert math.isnan(difference([1.0], one).half)
+    assert difference([2.0, 2.0], [1.0, 1.0]) == (1.0, 0.0, 2)
+
+
+def test_differences_against_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    one, other = [45.1, 45.9, 46.3], [44.0, 44.9, 44.2, 44.6]
+    test = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
+    found = difference(one, other)
+    assert found.value - found.half == pytest.approx(test.low, rel=1e-4)
+    assert found.value + found.half == pytest.approx(test.high, rel=1e-4)
+
+
+# --- what is asked for -------------------------------------------------------------------------
+
+
+def test_every_batch_and_arm_from_every_seed():
+    plan, _ = read_flags(
+        "digits",
+        ["--batches", "256,32", "--seeds", "2", "--arms", "no_warmup", "slow=--lr.reference 8",
+         "--arm-batches", "256"],
+    )  # fmt: skip
+    found = [trial.name for trial in plan.runs({})]
+    assert found == [
+        "32-s0", "256-s0", "256-no_warmup-s0", "256-slow-s0",
+        "32-s1", "256-s1", "256-no_warmup-s1", "256-slow-s1",
+    ]  # fmt: skip
+    by_name = {trial.name: trial.config for trial in plan.runs({})}
+    recipe = by_name["256-s0"]
+    assert recipe.stages == () and recipe.batch == 256 and recipe.lr.peak(256) == 64
+    assert by_name["256-no_warmup-s1"] == replace(recipe, seed=1, lr=replace(recipe.lr, warmup=0.0))
+    assert by_name["256-slow-s0"].lr.reference == 8
+
+
+def test_any_flag_of_the_recipe_may_be_given():
+    plan, _ = read_flags("digits", ["--batches", "64", "--epochs", "10", "--model", "small20"])
+    config = plan.configs[RECIPE, 64]
+    assert (config.epochs, config.model, config.lr.warmup) == (10, "small20", 1)
+
+
+def test_passes_fit_each_batch_unless_they_are_given():
+    plan, _ = read_flags("tiny30", ["--batches", "64,256,4096"])
+    found = {batch: plan.configs[RECIPE, batch].micro for batch in (64, 256, 4096)}
+    assert found == {64: 64, 256: 256, 4096: 1024}
+    with pytest.raises(UserError, match="batch 64 cannot be made of micro-batches of 128"):
+        read_flags("tiny30", ["--batches", "64,256", "--micro", "128"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "study needs batches"),
+        (["--batches", "256", "--batch", "64"], "a study has several batches"),
+        (["--batches", "a,b"], "--batches is 'a,b': give whole numbers"),
+        (["--batches", "0,64"], "--batches has 0"),
+        (["--batches", "64", "--seeds", "0"], "--seeds is 0"),
+        (["--batches", "64", "--rates", "-1,2"], "--rates is '-1,2'"),
+        (["--batches", "64", "--arms", "no_warmpu"], "there is no arm 'no_warmpu': did you mean"),
+        (["--batches", "64", "--arms", "fp32"], "the arm fp32 changes nothing"),
+        (["--batches", "64", "--arms", "sgd=--seed 1"], "an arm of your own is NAME=FLAGS"),
+        (["--batches", "64", "--arms", "x=--lr.refrence 1"], "--lr.refrence is no flag"),
+    ],
+)
+def test_mistakes_are_one_sentence(flags, sentence):
+    with pytest.raises(UserError) as refused:
+        read_flags("digits", flags)
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+# --- arms --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_every_arm_is_a_good_config_that_differs_from_the_recipe(name):
+    lars = mb.recipes.named("tiny30", batch=4096)
+    if name in ("bf16", "span64", "moving_average", "share_10th", "pytorch_form"):
+        lars = mb.recipes.named("mlperf", batch=32768)
+        lars = replace(lars, bn_momentum=1.0)
+    changed = fitted(ARMS[name].change(lars)).check()
+    assert changed != lars and changed.micro >= lars.micro // 4
+    assert len(ARMS[name].says) < 70
+
+
+def test_a_batch_that_grows_takes_as_many_steps_at_the_same_rate():
+    config = mb.recipes.named("tiny30", batch=4096)
+    grown = ARMS["grow"].change(config)
+    steps, _ = count_steps(config.all_stages, 100_000, config.epochs)
+    grown_steps, _ = count_steps(grown.all_stages, 100_000, grown.epochs)
+    assert grown_steps == pytest.approx(steps, rel=0.02)
+    assert grown.lr_at(15, grown.stages[0].batch) == config.lr_at(15, 4096)
+
+
+def test_decay_on_everything_and_gamma_one():
+    net = models.build("small", 10, 1)
+    groups = mb.parameter_groups(net, 1e-4, decay_all=True)
+    assert [group["weight_decay"] for group in groups] == [1e-4, 1e-4]
+    assert [group["adapt"] for group in groups] == [True, False]
+    gammas = [m.weight for m in net.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    assert sum(not gamma.any() for gamma in gammas) == 3  # a block each
+    open_blocks(net)
+    assert all(bool((gamma == 1).all()) for gamma in gammas)
+    with pytest.raises(UserError, match="no residual blocks"):
+        open_blocks(models.build("alexnet", 10))
+
+
+# --- tuning ------------------------------------------------------------------------------------
+
+
+def test_a_search_never_sees_the_validation_images():
+    config = mb.recipes.digits()
+    train, val = open_sources(config)
+    tuned = replace(config, data=replace(config.data, tuning_share=0.25))
+    rest, held = open_sources(tuned)
+    assert len(rest) + len(held) == len(train) and len(held) == round(0.25 * len(train))
+
+    def pictures(source):
+        images, _ = source.read(torch.arange(len(source)), None)
+        return [bytes(image.numpy().tobytes()) for image in images]
+
+    every, unseen = pictures(train), set(pictures(val))
+    assert sorted([*pictures(rest), *pictures(held)]) == sorted(every)
+    assert not unseen & set(every)
+    assert for_tuning((train, val), 0.0) == (train, val)
+
+
+def test_rates_are_searched_at_each_batch_and_chosen_by_held_out_images(tmp_path):
+    plan, _ = read_flags(
+        "digits",
+        ["--batches", "32,256", "--rates", "0.5,1,2", "--arms", "sgd", "no_warmup",
+         "mine=--lr.reference 5"],
+    )  # fmt: skip
+    search = plan.search()
+    assert [trial.name for trial in search] == [
+        "rate-32-x0.5-s0", "rate-32-x1-s0", "rate-32-x2-s0",
+        "rate-256-x0.5-s0", "rate-256-x1-s0", "rate-256-x2-s0",
+        "rate-32-sgd-x0.5-s0", "rate-32-sgd-x1-s0", "rate-32-sgd-x2-s0",
+        "rate-256-sgd-x0.5-s0", "rate-256-sgd-x1-s0", "rate-256-sgd-x2-s0",
+    ]  # fmt: skip
+    assert all(trial.config.data.tuning_share == 0.1 for trial in search)
+    for batch, top1s in ((32, (0.5, 0.9, 0.7)), (256, (0.6, 0.7, 0.8))):
+        for factor, top1 in zip((0.5, 1, 2), top1s, strict=True):
+            made_up_run(tmp_path, batch, 0, top1, kind="rate", factor=factor)
+    study = read(tmp_path)
+    assert study.chosen_factors() == {(RECIPE, 32): 1, (RECIPE, 256): 2}
+    lines = list(study.search_in_words())
+    assert "8 is chosen" in lines[0] and "edge" not in lines[0]
+    assert "128 is chosen, at the edge of what was tried" in lines[1]
+    runs = {trial.name: trial.config for trial in plan.runs(study.chosen_factors())}
+    assert runs["256-s0"].lr.peak(256) == 128 and runs["256-s0"].data.tuning_share == 0
+    assert runs["256-no_warmup-s0"].lr.peak(256) == 128
+    assert runs["256-mine-s0"].lr.peak(256) == 5  # given by hand
+    assert runs["256-sgd-s0"].lr.peak(256) == pytest.approx(0.1)  # a search of its own
+    made_up_run(tmp_path, 256, 0, 0.8, arm="sgd", kind="rate", factor=2)
+    found = read(tmp_path)
+    runs = {trial.name: trial.config for trial in plan.runs(found.chosen_factors())}
+    assert runs["256-sgd-s0"].lr.peak(256) == pytest.approx(0.2)
+    assert "rates at 256 for sgd, by held-out training images" in list(found.search_in_words())[2]
+    assert "chosen" in study_page(found)
+
+
+# --- running -----------------------------------------------------------------------------------
+
+SHORT = ["digits", "--batches", "64,256", "--epochs", "0.2", "--workers", "1", "--device", "cpu"]
+
+
+def test_a_study_grows_and_nothing_is_run_twice(tmp_path, capfd, monkeypatch):
+    out = str(tmp_path / "study")
+    assert main(["study", *SHORT, "--out", out, "--json"]) == DONE
+    said = capfd.readouterr()
+    result = json.loads(said.out.splitlines()[-1])
+    assert [(row["arm"], row["batch"], row["seeds"]) for row in result["rows"]] == [
+        ("recipe", 64, [0]), ("recipe", 256, [0])
+    ]  # fmt: skip
+    assert "run 2 of 2: 256-s0; left 0:0" in said.err
+    assert (tmp_path / "study/report.html").exists() and (tmp_path / "study/error.svg").exists()
+    assert not (tmp_path / "study/64-s0/checkpoints").exists()
+    before = (tmp_path / "study/64-s0/summary.json").read_bytes()
+
+    ran = []
+    real = sweep.train
+    monkeypatch.setattr(sweep, "train", lambda *a, **k: ran.append(k["out"].name) or real(*a, **k))
+    grown = [*SHORT, "--seeds", "2", "--arms", "gamma_one", "--arm-batches", "256"]
+    assert main(["study", *grown, "--out", out]) == DONE
+    assert ran == ["256-gamma_one-s0", "64-s1", "256-s1", "256-gamma_one-s1"]
+    assert (tmp_path / "study/64-s0/summary.json").read_bytes() == before
+
+    other = ["--label-smoothing", "0"]
+    assert main(["study", *SHORT, *other, "--out", out]) == 2
+    assert "was begun with label_smoothing 0.1 but 0.0 is asked for now" in capfd.readouterr().err
+
+
+def test_runs_share_the_opened_images_and_end_as_they_would_alone(tmp_path, monkeypatch):
+    opened = []
+    real = sweep.open_sources
+    monkeypatch.setattr(sweep, "open_sources", lambda *a: opened.append(a) or real(*a))
+    cluster = mb.Cluster.from_env(device="cpu")
+    config = mb.recipes.named("digits", epochs=0.2)
+    configs = {(RECIPE, b): replace(config, batch=b, stages=(), micro=16) for b in (32, 64)}
+    plan = Plan(configs, range(2), rates=(1.0,))
+    assert sweep.study(plan, tmp_path / "study", cluster, print) == "finished"
+    assert len(opened) == 1
+    alone = mb.train(replace(configs[RECIPE, 64], seed=1), cluster=cluster, quiet=True)
+    summary = json.loads((tmp_path / "study/64-s1/summary.json").read_text())
+    assert summary["weights_sha256"] == alone.weights_sha256
+
+
+def test_a_failing_run_is_written_down_and_the_others_go_on(tmp_path, capfd, monkeypatch):
+    out, real = tmp_path / "study", sweep.train
+
+    def failing(config, **how):
+        if config.batch == 64:
+            raise RuntimeError("no memory left")
+        return real(config, **how)
+
+    monkeypatch.setattr(sweep, "train", failing)
+    assert main(["study", *SHORT, "--out", str(out)]) == FAILED
+    assert "64-s0: failed: RuntimeError: no memory left" in capfd.readouterr().err
+    study = read(out)
+    assert [run.finished for cell in study.cells for run in cell.runs] == [False, True]
+    assert "no memory left" in study_page(study)
+    # Not again, unless that is asked for.
+    monkeypatch.setattr(sweep, "train", real)
+    assert main(["study", *SHORT, "--out", str(out)]) == FAILED
+    assert "2, 1 finished already, 1 failed before (--retry" in capfd.readouterr().err
+    assert main(["study", *SHORT, "--out", str(out), "--retry"]) == DONE
+    assert all(run.finished for cell in read(out).cells for run in cell.runs)
+
+
+def test_a_stopped_study_goes_on_from_the_checkpoint(tmp_path, monkeypatch):
+    out, real = tmp_path / "study", sweep.train
+    stops = [True]
+
+    def stopping(config, **how):
+        if config.batch == 256 and stops:
+            stops.clear()
+            os.kill(os.getpid(), signal.SIGTERM)  # kept, and heard at the first step
+        return real(config, **how)
+
+    monkeypatch.setattr(sweep, "train", stopping)
+    assert main(["study", *SHORT, "--out", str(out)]) == STOPPED
+    assert (out / "256-s0/checkpoints").is_dir()
+    assert main(["study", *SHORT, "--out", str(out)]) == DONE
+    lone = mb.train(
+        Config.read(out / "256-s0/config.json"),
+        cluster=mb.Cluster.from_env(device="cpu"),
+        quiet=True,
+    )
+    summary = json.loads((out / "256-s0/summary.json").read_text())
+    assert summary["weights_sha256"] == lone.weights_sha256
+
+
+def test_a_probe_forecasts(tmp_path, capfd):
+    out = str(tmp_path / "study")
+    flags = ["digits", "--batches", "256", "--epochs", "1", "--workers", "1", "--device", "cpu"]
+    assert main(["study", *flags, "--probe", "--out", out, "--json"]) == DONE
+    said = capfd.readouterr()
+    result = json.loads(said.out.splitlines()[-1])
+    assert (result["forecast"] is None) == ("noise scale is undefined" in said.err)
+
+
+def test_states_of_a_folder(tmp_path):
+    trial = Trial("run", RECIPE, 64, mb.recipes.digits())
+    folder = tmp_path / trial.name
+    assert state(folder, trial) == "new"
+    write_label(folder, trial)
+    assert state(folder, trial) == "new"
+    made_up(folder, config=json.loads(trial.config.to_json()))
+    assert state(folder, trial) == "begun"
+    write_label(folder, trial, "it broke")
+    assert state(folder, trial) == "failed"
+    (folder / "summary.json").write_text('{"ended": "stopped"}')
+    assert state(folder, trial) == "failed"
+    (folder / "summary.json").write_text('{"ended": "finished"}')
+    assert state(folder, trial) == "finished"
+
+
+def test_a_long_run_says_how_far_it_is():
+    said, due = [], iter([False, True])
+    trial = Trial("run", RECIPE, 64, mb.recipes.digits())
+    voice = sweep.Voice(trial, said.append, lambda: next(due))
+    voice.write("evaluation", {"epoch": 1.0, "top1": 0.5})
+    assert said == []  # what ends soon needs no words
+    voice.write("train", {"step": 1})
+    voice.write("evaluation", {"epoch": 2.0, "top1": 0.5})
+    assert said == ["64-s0: 2.0 of 20 epochs, top-1 50.00%"]
+
+
+def test_a_folder_of_a_study_has_a_report(tmp_path, capfd):
+    made_up_run(tmp_path / "study", 64, 0, 0.9)
+    out = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "study"), "--out", str(out), "--json"]) == DONE
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["rows"][0]["batch"] == 64
+    assert "Error against batch" in out.read_text()
+
+
+# --- what the numbers say ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def study(tmp_path):
+    for batch, top1s in ((64, (0.90, 0.91, 0.92)), (256, (0.89, 0.91, 0.915)), (1024, (0.7, 0.71))):
+        for seed, top1 in enumerate(top1s):
+            made_up_run(tmp_path, batch, seed, top1)
+    for seed, top1 in enumerate((0.80, 0.81, 0.805)):
+        made_up_run(tmp_path, 256, seed, top1, arm="no_warmup")
+    made_up_run(tmp_path, 256, 0, 0.9, arm="gamma_one")
+    made_up_run(tmp_path, 1024, 0, 0.3, kind="probe", noise=600.0)
+    return read(tmp_path)
+
+
+def test_cells_and_differences(study):
+    assert [(cell.arm, cell.batch, len(cell.runs)) for cell in study.cells] == [
+        ("recipe", 64, 3), ("recipe", 256, 3), ("recipe", 1024, 2),
+        ("gamma_one", 256, 1), ("no_warmup", 256, 3),
+    ]  # fmt: skip
+    assert study.baseline is study.cells[0]
+    rows = {(row["arm"], row["batch"]): row for row in study.rows()}
+    assert rows["recipe", 64]["to_baseline"] is None
+    assert rows["recipe", 256]["to_baseline"] == pytest.approx(
+        100 * (statistics.fmean((0.89, 0.91, 0.915)) - 0.91)
+    )
+    assert rows["no_warmup", 256]["to_recipe"] == pytest.approx(-10, abs=0.01)
+    assert rows["gamma_one", 256]["to_recipe_half"] is None
+    assert rows["recipe", 64]["epochs_to_baseline"] == 4
+    assert rows["recipe", 1024]["epochs_to_baseline"] is None
+    assert study.epochs_to_baseline(study.cells[2], 0.75) == 4
+    assert study.forecast == 600
+
+
+def test_the_reading_says_what_can_be_said(study):
+    said = reading(study)
+    assert "The baseline, a batch of 64, ends with 91.00 % top-1 ± 2.48 over 3 seeds." in said
+    assert "A batch of 256 ends 0.50 points below it (95 % interval" in said
+    assert "which holds 0" in said
+    assert "A batch of 1,024 ends 20.50 points below it" in said
+    assert "None of them stays within 0.3 points" in said
+    assert (
+        "600 images, forecasts that scaling ends there; the runs lose accuracy from 256 on" in said
+    )
+    assert (
+        "these differ from the recipe by more than their interval: no_warmup at 256 -10.00" in said
+    )
+    assert "No difference can be seen for gamma_one at 256." in said
+    assert "nan" not in said
+
+
+def test_a_study_without_a_finished_run_says_so(tmp_path):
+    trial = Trial("run", RECIPE, 64, mb.recipes.digits())
+    write_label(tmp_path / trial.name, trial, "it broke")
+    study = read(tmp_path)
+    assert reading(study) == "No run of the recipe has finished yet."
+    assert "it broke" in study_page(study) and error_figure(study, "t") == ""
+
+
+def test_the_page_has_every_part_and_shows_words_as_words(study, tmp_path):
+    hostile = "<script>alert(1)</script>"
+    folder = made_up_run(tmp_path, 256, 5, 0.5, arm="gamma_one")
+    label = json.loads((folder / "trial.json").read_text())
+    (folder / "trial.json").write_text(json.dumps({**label, "arm": hostile, "failure": hostile}))
+    page = study_page(read(tmp_path))
+    for title in ("Reading", "Error against batch", "Epochs to the baseline", "Arms", "Curves",
+                  "Time", "Gradient noise", "What each batch ran with", "Settings"):  # fmt: skip
+        assert title in page
+    assert hostile not in page and "nan" not in page.replace("nano", "")
+    assert "http://" not in page and "https://" not in page
+
+
+def test_the_figure_is_an_svg_of_its_own(study):
+    drawn = error_figure(study, "error <here>")
+    root = ET.fromstring(drawn)
+    assert root.tag.endswith("svg") and "nan" not in drawn
+    words = [e.text for e in root.iter() if e.tag.endswith("text")]
+    assert "error <here>" in words and {"64", "256", "1,024"} <= set(words)
+
+
+def test_torn_folders_are_left_out(tmp_path):
+    made_up_run(tmp_path, 64, 0, 0.9)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn/trial.json").write_text('{"batch": "many"')
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/trial.json").write_text('{"batch": "many", "seed": []}')
+    assert [cell.batch for cell in read(tmp_path).cells] == [64]
