@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 4
 
-.PHONY: install train study test test-systems lint bench clean
+.PHONY: install kernels train study test test-systems lint bench clean
 
 install: .venv/installed
 
@@ -13,6 +13,16 @@ install: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "megabatch needs Python 3.11 or newer; set PYTHON="; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# Without a GPU the kernels are tested in Triton's interpreter; torch's CPU build brings no Triton,
+# and its GPU builds bring the one they want.
+kernels: .venv/triton
+
+.venv/triton: .venv/installed
+	@$(BIN)/python -c 'import triton' 2>/dev/null \
+		|| $(BIN)/pip install --quiet --disable-pip-version-check --no-deps triton==3.8.0 \
+		|| echo "Triton cannot be installed here: the tests of the kernels will be skipped"
 	@touch $@
 
 train: install
@@ -28,11 +38,11 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+test: lint kernels
 	$(BIN)/pytest -n 2 --dist worksteal -m "not systems and not gpu"
 
-# What needs root, namespaces, browsers or schedulers.
-test-systems: install
+# What needs root, namespaces, browsers or schedulers, or takes long.
+test-systems: install kernels
 	scripts/install-systems.sh
 	$(BIN)/pytest -m systems
 

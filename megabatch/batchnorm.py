@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from megabatch import kernels
+from megabatch.errors import UserError
 from megabatch.layers import replace_layers
 
 
@@ -55,6 +56,11 @@ class SpanBatchNorm(_BatchNorm):
         groups, rest = divmod(len(x), span)
         if rest:
             raise ValueError(f"{len(x)} images are not a multiple of the span, {span}")
+        if span * x[0, 0].numel() == 1:
+            raise UserError(
+                "a batch norm sees one value a channel, which has no variance, where a span of one "
+                "image meets features of 1 x 1: raise --span, or --data.size"
+            )
         if x.is_cuda and x.dim() == 4 and self.weight is not None and x.dtype != torch.float64:
             by_rows = _normalise_on(x.device)
             x = x.contiguous(memory_format=torch.channels_last)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_train import CONFIG
 from torch import nn
 
 import megabatch as mb
@@ -13,6 +14,7 @@ from megabatch.cluster import Cluster
 from megabatch.config import LearningRate
 from megabatch.errors import UserError
 from megabatch.launch import run_local
+from megabatch.training import train
 
 
 def pair(span, dims=2, channels=5):
@@ -192,3 +194,21 @@ def test_recomputed_statistics_are_the_same_on_any_number_of_workers():
 def test_what_cannot_be_recomputed_is_refused(change, says):
     with pytest.raises(UserError, match=says):
         replace(RECOMPUTED, **change).check()
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10)),
+        nn.Sequential(nn.Conv2d(1, 4, 8), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 10)),
+    ],
+    ids=["vectors", "1 x 1"],
+)
+def test_one_value_a_channel_is_one_sentence(net):
+    config = replace(CONFIG, span=1, stages=(), epochs=0.1, lr=replace(CONFIG.lr, warmup=0))
+    with pytest.raises(UserError, match=r"one value a channel.*raise --span, or --data\.size$"):
+        train(config, model=net, quiet=True)
+    # Two images have a variance, and so have features of 1 x 2.
+    assert train(replace(config, span=2), model=net, quiet=True).steps == 2
+    wide = nn.Sequential(nn.Conv2d(1, 4, (8, 7)), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(8, 10))
+    assert train(config, model=wide, quiet=True).steps == 2

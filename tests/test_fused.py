@@ -49,9 +49,13 @@ def small(block, strides=(2, 2, 2)):
     return net.to(DEVICE).to(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("span", [4, 2])
+LONG = pytest.mark.systems  # in the interpreter
+
+
+@pytest.mark.parametrize("span", [4, pytest.param(2, marks=LONG)])
 @pytest.mark.parametrize(
-    "block,wide", [(Bottleneck, True), (Bottleneck, False), (BasicBlock, True)]
+    "block,wide",
+    [(Bottleneck, True), pytest.param(Bottleneck, False, marks=LONG), (BasicBlock, True)],
 )
 def test_the_pass_is_the_plain_net(block, wide, span):
     from megabatch.models.fused import ResNetPass
@@ -119,7 +123,7 @@ def steps_of(config, count=2):
     return kind, {name: t.clone() for name, t in net.state_dict().items()}, numbers
 
 
-@pytest.mark.parametrize("half_weights", [False, True])
+@pytest.mark.parametrize("half_weights", [pytest.param(False, marks=LONG), True])
 def test_the_trainer_is_as_near_to_fp32_as_with_the_plain_net(half_weights, monkeypatch):
     half = replace(CONFIG, half_weights=half_weights)
     full = replace(CONFIG, precision="fp32", compile="never")
