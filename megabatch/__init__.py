@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from megabatch.config import Config, Data, LearningRate, Noise, OptimizerConfig
     from megabatch.data.own_loop import Loader
     from megabatch.errors import RunFailed, UserError
+    from megabatch.evaluation import evaluate
     from megabatch.optim import LAMB, LARS, parameter_groups
     from megabatch.planner import forecast
     from megabatch.runs.listening import Logger
     from megabatch.schedule import constant, cosine, join, linear_scaling, poly, step_decay, warmup
     from megabatch.sync.ddp import GradSync
-    from megabatch.training import Summary, evaluate, train
+    from megabatch.training import Summary, train
 
 __all__ = [
     "LAMB",
@@ -70,7 +71,8 @@ _HOMES = {
     "runs.listening": ["Logger"],
     "schedule": ["constant", "cosine", "join", "linear_scaling", "poly", "step_decay", "warmup"],
     "sync.ddp": ["GradSync"],
-    "training": ["Summary", "evaluate", "train"],
+    "evaluation": ["evaluate"],
+    "training": ["Summary", "train"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

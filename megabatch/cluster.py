@@ -155,23 +155,42 @@ class Cluster:
                 "the backend's own sums want all workers, and this cluster is a group of some: "
                 "name a plan"
             )
+        _end_left()
         own = dist.new_group(timeout=timedelta(seconds=self.timeout_seconds))
         return replace(self, group=own, joined=True)
 
     def leave(self) -> None:
         """End the process group, if this is who made it; while an error is on its way out, leave
-        that to the process's end.
+        that to who makes or leaves one later, or to the process's end.
 
         The others fail of closed connections. Closed too early, they would be heard before the
         worker whose error it was.
         """
-        import torch.distributed as dist
-
         failing = sys.exc_info()[0] is not None
-        if self.joined and dist.is_initialized() and not failing:
-            # Who has ended all process groups has ended this one.
-            with contextlib.suppress(ValueError, AssertionError):
-                dist.destroy_process_group(self.group)
+        if self.joined and self.group is not None:
+            _left.append(self.group)
+        if self.joined and not failing:
+            _end_left()
+            if self.group is None:
+                _end(None)
+
+
+_left: list[Any] = []
+"""process groups apart that nobody uses any more"""
+
+
+def _end_left() -> None:
+    while _left:
+        _end(_left.pop())
+
+
+def _end(group: Any) -> None:
+    import torch.distributed as dist
+
+    # Who has ended all process groups has ended this one.
+    if dist.is_initialized():
+        with contextlib.suppress(ValueError, AssertionError):
+            dist.destroy_process_group(group)
 
 
 # --- who a worker is ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Training: train(config) is the loop, read from top to bottom; evaluate scores what it left."""
+"""Training: train(config) is the loop, read from top to bottom."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from megabatch.batch import step_at
+from megabatch.batch import Step, step_at
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.loader import Loader
 from megabatch.data.opening import open_sources
 from megabatch.data.source import Source
 from megabatch.elastic.worlds import Passage, in_worlds
-from megabatch.ema import put_averages
-from megabatch.errors import UserError
-from megabatch.parts import assemble, prepared
+from megabatch.own import checked, whose
+from megabatch.parts import Parts, assemble, prepared
 from megabatch.planner.peak import share_of_peak
-from megabatch.precision import full_dtype, halved
+from megabatch.precision import full_dtype
 from megabatch.process import compute_settings
 from megabatch.recompute import recompute_statistics
 from megabatch.runs import checkpoint
@@ -38,9 +36,9 @@ from megabatch.runs.folder import RunFolder, State
 from megabatch.runs.listening import Logger, Theirs, check_loggers
 from megabatch.runs.loggers import Log
 from megabatch.runs.memory import Memory, copied
-from megabatch.runs.progress import counted, counting, say, to_people
+from megabatch.runs.progress import say, to_people
 from megabatch.runs.verdict import Clock, Effort, Facts, idle_workers
-from megabatch.step import DelayedNumbers, score, train_step
+from megabatch.step import DelayedNumbers, StepResult, score, train_step
 from megabatch.stopping import stop_requests
 from megabatch.sync.control import StepNumbers
 from megabatch.sync.replicas import Replicas
@@ -97,7 +95,7 @@ def train(
     worker, and cannot change it. `sources` are the config's images as data.opening.open_sources
     opened them, for one run after another: they stay the caller's.
     """
-    config = _checked(config, model, data)
+    config = checked(config, model, data)
     check_loggers(loggers)
     place = None if out is None else Path(out)
     # Of their failures a quiet run tells too: whoever gave them waits for what they write.
@@ -134,11 +132,11 @@ def _train(
         speaks = cluster.first and not quiet
         stop_asked = ending.enter_context(stop_requests(speaks, passage.stop))
         if sources is None and not passage.again:
-            log.say(f"reading the images: {_whose(config)}")
+            log.say(f"reading the images: {whose(config)}")
         held = copied(passage.memory, cluster) if passage.copies else None
         left_out = None if held is None else held.left_out
         train_set, val_set = sources or open_sources(config, data, cluster, left_out=left_out)
-        images, total = len(train_set), config.epochs * len(train_set)
+        images = len(train_set)
         if not passage.again:
             log.say(f"building the model: {config.model}")
         net = ending.enter_context(prepared(config, cluster, train_set.classes, model))
@@ -165,61 +163,14 @@ def _train(
             log.say(f"goes on at step {state.steps} on {workers}")
         else:
             _say_first(log, config, cluster, notes, state, images)
-        delayed, clock = DelayedNumbers(state.pending), Clock(state.seconds)
-        replicas = Replicas(cluster, config.compare_every, parts.engine.blocked)
-        first_seen, ended = state.seen, "finished"
-        if held is not None and _reached(state, config):
-            ended = "target"
-
-        def memory() -> Memory:
-            state.pending, state.seconds = delayed.state(), clock.seconds
-            return Memory.of(state, log.recent, train_set.left_out, parts)
-
-        ending.enter_context(passage.keeping(memory))
+        run = _Run(config, cluster, parts, loader, folder, log, state, facts, images)
+        if held is not None and run.reached:
+            run.ended = "target"
+        ending.enter_context(passage.keeping(lambda: run.memory(train_set.left_out)))
         while True:
-            # Now and then, after a step: evaluate, save, say what was waited for.
-            epoch, last = state.seen / images, state.seen >= total
-            if state.settled < state.steps:
-                step, paused, best = delayed.last, time.perf_counter(), False
-                if ended == "finished" and (last or _due(step.epoch, epoch, config.eval_every)):
-                    folder.wait()
-                    recompute_statistics(parts, loader, config.bn_recompute, cluster)
-                    with parts.average.in_place():
-                        held_out = loader.validation_images
-                        watched = log.evaluating(
-                            loader.validation(), held_out, cluster.world, state.steps, state.seen
-                        )
-                        waiting = parts.engine.blocked("the end of an evaluation")
-                        found = score(net, watched, held_out, config, cluster, waiting)
-                        best = state.evaluated(found) and config.keep_best
-                    log.evaluation(state.steps, state.seen, epoch, state.evaluation)
-                    log.layers(step.index, state.seen, parts.layers(), config.ratio_band)
-                    if _reached(state, config):
-                        ended = "target"
-                saves = not last and ended == "finished"
-                saves = saves and _due(step.epoch, epoch, config.save_every)
-                compared = None
-                if saves or best:
-                    compared = replicas.compare(state.steps, parts.replicated())
-                state.settled = state.steps
-                if saves or best:
-                    pending = delayed.state_later()
-                    folder.save(
-                        state, parts, clock.seconds, pending, compared, last=saves, best=best
-                    )
-                clock.passed_over(time.perf_counter() - paused)
-                if _due(step.epoch, epoch, 1.0):
-                    clock.waited_for_others(parts.engine.exposed_seconds())
-                    reading = loader.waited_seconds, loader.busy_seconds, loader.core_seconds
-                    waits = clock.lap(*reading)
-                    own = waits.seconds - waits.communication
-                    effort = Effort(platform.node(), own, parts.engine.micro_batches())
-                    with parts.engine.blocked("the others' effort"):
-                        efforts = cluster.gather(effort)
-                    log.verdict(state.steps, state.seen, waits, facts, efforts)
-            if last or ended != "finished":
+            run.settle()
+            if run.over:
                 break
-
             step = step_at(config.all_stages, images, state.steps, state.seen, state.batch)
             passage.enter(step.stage)
             result = train_step(
@@ -231,111 +182,173 @@ def _train(
                 stop=stop_asked,
                 propose=state.proposed,
             )
-            state.steps, state.seen = step.index + 1, step.seen + step.batch
+            run.took(step, result)
+        return run.finished(train_set.classes)
 
-            # What the host learns, a step later.
-            with parts.engine.blocked("waiting for the device"):
-                numbers = delayed.put(step, result)
-            if numbers is not None:
-                state.learn(numbers, config)
-                log.step(numbers, state.noise.scale)
-                if _hopeless(numbers, state, config):
-                    raise diagnosis(numbers, delayed.losses, net, folder, cluster)
-                if numbers.stop:
-                    ended = "stopped"
-            if (differing := replicas.read()) is not None:
-                raise divergence(differing, folder, cluster)
-            if replicas.due(state.steps):
-                replicas.compare(state.steps, parts.replicated())
-            folder.check()
 
-        log.whole()
-        seconds, training_seconds = clock.seconds, clock.training_seconds
-        compared = replicas.compare(state.steps, parts.replicated())
-        folder.save(state, parts, seconds, delayed.state_later(), compared)
-        if (differing := replicas.read()) is not None:
-            raise divergence(differing, folder, cluster)
-        numbers = delayed.take()
-        if numbers is not None:
-            state.learn(numbers, config)
-            log.step(numbers, state.noise.scale)
-            if _hopeless(numbers, state, config):
-                raise diagnosis(numbers, delayed.losses, net, folder, cluster)
+class _Run:
+    """A run in one world of workers: how far it is, and what is due between two steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        parts: Parts,
+        loader: Loader,
+        folder: RunFolder,
+        log: Log,
+        state: State,
+        facts: Facts,
+        images: int,
+    ) -> None:
+        self.config, self.cluster, self.parts, self.loader = config, cluster, parts, loader
+        self.folder, self.log, self.state, self.facts = folder, log, state, facts
+        self.images, self.first_seen = images, state.seen
+        self.ended = "finished"
+        self.delayed, self.clock = DelayedNumbers(state.pending), Clock(state.seconds)
+        self.replicas = Replicas(cluster, config.compare_every, parts.engine.blocked)
+
+    @property
+    def epoch(self) -> float:
+        return self.state.seen / self.images
+
+    @property
+    def last(self) -> bool:
+        """Whether the step before was the last of the run."""
+        return self.state.seen >= self.config.epochs * self.images
+
+    @property
+    def over(self) -> bool:
+        return self.last or self.ended != "finished"
+
+    @property
+    def reached(self) -> bool:
+        """Whether the last evaluation had the accuracy that was aimed at."""
+        target = self.config.target_accuracy
+        return target is not None and self.state.evaluation["top1"] >= target
+
+    def memory(self, left_out: tuple[int, ...]) -> Memory:
+        """What the rest of the run depends on, as it is now."""
+        self.state.pending, self.state.seconds = self.delayed.state(), self.clock.seconds
+        return Memory.of(self.state, self.log.recent, left_out, self.parts)
+
+    # --- after a step
+
+    def took(self, step: Step, result: StepResult) -> None:
+        """A step was taken; what the host learns now is of the one before."""
+        state = self.state
+        state.steps, state.seen = step.index + 1, step.seen + step.batch
+        with self.parts.engine.blocked("waiting for the device"):
+            numbers = self.delayed.put(step, result)
+        self._learn(numbers)
+        if numbers is not None and numbers.stop:
+            self.ended = "stopped"
+        self._read_comparison()
+        if self.replicas.due(state.steps):
+            self.replicas.compare(state.steps, self.parts.replicated())
+        self.folder.check()
+
+    def _learn(self, numbers: StepNumbers | None) -> None:
+        if numbers is None:
+            return
+        self.state.learn(numbers, self.config)
+        self.log.step(numbers, self.state.noise.scale)
+        if _hopeless(numbers, self.state, self.config):
+            net, losses = self.parts.net, self.delayed.losses
+            raise diagnosis(numbers, losses, net, self.folder, self.cluster)
+
+    def _read_comparison(self) -> None:
+        if (differing := self.replicas.read()) is not None:
+            raise divergence(differing, self.folder, self.cluster)
+
+    # --- now and then
+
+    def settle(self) -> None:
+        """What is due after the last step, once: evaluate, save, say what was waited for."""
+        state, config = self.state, self.config
+        if state.settled == state.steps:
+            return
+        before, paused, best = self.delayed.last.epoch, time.perf_counter(), False
+        if self.ended == "finished" and (self.last or self._due(before, config.eval_every)):
+            best = self._evaluate() and config.keep_best
+            if self.reached:
+                self.ended = "target"
+        saves = not self.over and self._due(before, config.save_every)
+        compared = None
+        if saves or best:
+            compared = self.replicas.compare(state.steps, self.parts.replicated())
+        state.settled = state.steps
+        if saves or best:
+            pending, seconds = self.delayed.state_later(), self.clock.seconds
+            self.folder.save(state, self.parts, seconds, pending, compared, last=saves, best=best)
+        self.clock.passed_over(time.perf_counter() - paused)
+        if self._due(before, 1.0):
+            self._judge()
+
+    def _due(self, before: float, every: float) -> bool:
+        """Whether a multiple of `every` epochs was passed since an epoch."""
+        return every > 0 and int(self.epoch / every) > int(before / every)
+
+    def _evaluate(self) -> bool:
+        """Returns whether it was the best so far."""
+        state, parts, loader, cluster = self.state, self.parts, self.loader, self.cluster
+        self.folder.wait()
+        recompute_statistics(parts, loader, self.config.bn_recompute, cluster)
+        with parts.average.in_place():
+            held_out = loader.validation_images
+            watched = self.log.evaluating(
+                loader.validation(), held_out, cluster.world, state.steps, state.seen
+            )
+            waiting = parts.engine.blocked("the end of an evaluation")
+            found = score(parts.net, watched, held_out, self.config, cluster, waiting)
+            best = state.evaluated(found)
+        self.log.evaluation(state.steps, state.seen, self.epoch, state.evaluation)
+        self.log.layers(state.steps - 1, state.seen, parts.layers(), self.config.ratio_band)
+        return best
+
+    def _judge(self) -> None:
+        """Where the time of an epoch went, here and on the other workers."""
+        engine, loader = self.parts.engine, self.loader
+        self.clock.waited_for_others(engine.exposed_seconds())
+        waits = self.clock.lap(loader.waited_seconds, loader.busy_seconds, loader.core_seconds)
+        own = waits.seconds - waits.communication
+        effort = Effort(platform.node(), own, engine.micro_batches())
+        with engine.blocked("the others' effort"):
+            efforts = self.cluster.gather(effort)
+        self.log.verdict(self.state.steps, self.state.seen, waits, self.facts, efforts)
+
+    # --- at the end
+
+    def finished(self, classes: int) -> Summary:
+        """The last checkpoint, and the run in numbers."""
+        state, parts, folder, cluster = self.state, self.parts, self.folder, self.cluster
+        self.log.whole()
+        seconds, training_seconds = self.clock.seconds, self.clock.training_seconds
+        compared = self.replicas.compare(state.steps, parts.replicated())
+        folder.save(state, parts, seconds, self.delayed.state_later(), compared)
+        self._read_comparison()
+        self._learn(self.delayed.take())
         folder.wait()
         with parts.engine.blocked("the end of the run"):
             cluster.barrier()
-        images_per_second = (state.seen - first_seen) / max(training_seconds, 1e-9)
+        rate = (state.seen - self.first_seen) / max(training_seconds, 1e-9)
         summary = Summary(
             **state.evaluation,
             best_top1=state.best_top1,
             median_top1=statistics.median(state.last_top1s or [0.0]),
             steps=state.steps,
             seen=state.seen,
-            epochs=state.seen / images,
+            epochs=self.epoch,
             seconds=seconds,
-            images_per_second=images_per_second,
-            peak_share=_peak_share(config, cluster, train_set.classes, images_per_second),
+            images_per_second=rate,
+            peak_share=_peak_share(self.config, cluster, classes, rate),
             world=cluster.world,
-            weights_sha256=checkpoint.weights_sha256(net),
+            weights_sha256=checkpoint.weights_sha256(parts.net),
             out=None if folder.path is None else str(folder.path),
-            ended=ended,
+            ended=self.ended,
         )
         folder.write("summary.json", asdict(summary))
         return summary
-
-
-def evaluate(
-    run: str | os.PathLike[str],
-    model: nn.Module | None = None,
-    data: Any = None,
-    *,
-    cluster: Cluster | None = None,
-    quiet: bool = True,
-    best: bool = False,
-) -> dict[str, Any]:
-    """Top-1, top-5 and loss of a run's newest checkpoint; every worker of the cluster calls it.
-    `best`: of its best one, where it kept that.
-
-    A run of your own module or data needs them again; the module then holds what was evaluated, the
-    average of the weights where the run kept one. Unless `quiet`, the first worker says on standard
-    error how far it is.
-    """
-    written = Path(run) / "config.json"
-    if not written.exists():
-        raise UserError(f"{run} is not the folder of a run: it has no config.json")
-    config = Config.read(written)
-    # What was written there may be anyone's: an evaluation copies nothing and needs no first
-    # weights.
-    config = replace(config, init="", data=replace(config.data, local_copy=""))
-    for own, given, word in ((config.model, model, "model"), (config.data.source, data, "data")):
-        if own.startswith("own") and given is None:
-            raise UserError(
-                f"{run} was trained with {word} of its caller's: evaluate it from Python, "
-                f"megabatch.evaluate(run, {word}=...)"
-            )
-    _check_model(model)
-    found = checkpoint.of_run(Path(run), best)
-    cluster = cluster or Cluster.from_env()
-    console = to_people(quiet or not cluster.first)
-    with contextlib.ExitStack() as ending:
-        ending.enter_context(compute_settings(config, cluster))
-        say(console, f"reading the images: {_whose(config)}")
-        _, val_set = open_sources(config, data, cluster, training=False)
-        net = ending.enter_context(prepared(config, cluster, val_set.classes, model))
-        ending.enter_context(halved(net, config))
-        checkpoint.load_weights(found, net)
-        with checkpoint.fitting(found):
-            put_averages(net, checkpoint.load_extra(found))
-        loader = Loader(None, val_set, config, cluster, full_dtype(config))
-        ending.callback(loader.close)
-        held_out = loader.validation_images
-        if (idle := idle_workers(held_out, config.micro, cluster.world)) is not None:
-            say(console, idle)
-        told = ending.enter_context(counting("evaluating", console))
-        watched = counted(loader.validation(), held_out, cluster.world, told)
-        result = score(net, watched, held_out, config, cluster)
-    seen = checkpoint.seen(found)
-    return {**result, "seen": seen, "checkpoint": str(found), "world": cluster.world}
 
 
 def _facts(config: Config, cluster: Cluster, source: Source, loader: Loader) -> Facts:
@@ -376,11 +389,6 @@ def _say_first(
         log.say("first step: kernels are chosen and compiled, which may take a minute")
 
 
-def _whose(config: Config) -> str:
-    """The images' name, for people."""
-    return "your data set" if config.data.kind == "own" else config.data.path or config.data.source
-
-
 def _peak_share(config: Config, cluster: Cluster, classes: int, rate: float) -> float | None:
     """Of one chip; of a CPU nobody knows the peak."""
     if cluster.device.type != "cuda":
@@ -391,58 +399,8 @@ def _peak_share(config: Config, cluster: Cluster, classes: int, rate: float) -> 
     )
 
 
-def _due(before: float, after: float, every: float) -> bool:
-    """Whether a multiple of `every` epochs was passed."""
-    return every > 0 and int(after / every) > int(before / every)
-
-
-def _reached(state: State, config: Config) -> bool:
-    """Whether the last evaluation had the accuracy that was aimed at."""
-    target = config.target_accuracy
-    return target is not None and state.evaluation["top1"] >= target
-
-
 def _hopeless(numbers: StepNumbers, state: State, config: Config) -> bool:
     """A loss that is no number ends the run; in fp16 it may be an overflow that a skip mends, but
     not time after time."""
     diverged = not math.isfinite(numbers.loss) and config.precision != "fp16"
     return diverged or state.skipped >= _MOST_SKIPPED
-
-
-def _checked(config: Config, model: nn.Module | None, data: Any) -> Config:
-    """The config as it is saved: a module or data of the caller's own are named as such."""
-    if not isinstance(config, Config):
-        raise UserError(
-            f"config is {config!r}, not a Config: give one, such as megabatch.recipes.digits()"
-        )
-    _check_model(model)
-    if model is not None:
-        config = replace(config, model=f"own {type(model).__name__}")
-    if data is not None:
-        config = replace(config, data=replace(config.data, source="own"))
-    return config.check()
-
-
-def _check_model(model: Any) -> None:
-    """Refuse what cannot be a caller's own module, and a module that cannot be trained."""
-    if model is None:
-        return
-    if isinstance(model, type):
-        raise UserError(
-            f"model is the class {model.__name__}, not a module: give {model.__name__}()"
-        )
-    if not isinstance(model, nn.Module):
-        raise UserError(
-            f"model is {model!r}, not a torch.nn.Module: give a module, or name a bundled model in "
-            f"config.model"
-        )
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise UserError(
-            f"model is wrapped in {type(model).__name__}, but training sums gradients over workers "
-            f"itself: give the module inside, model.module"
-        )
-    for name, weight in model.named_parameters():
-        if is_lazy(weight) or weight.is_meta:
-            raise UserError(f"the model's {name} has no values yet: call the model on images once")
-        if weight.is_complex():
-            raise UserError(f"the model's {name} is complex: training is in real numbers")

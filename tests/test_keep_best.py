@@ -8,8 +8,9 @@ from test_train import CONFIG
 
 from megabatch.cli import main
 from megabatch.errors import UserError
+from megabatch.evaluation import evaluate
 from megabatch.runs import checkpoint, trained
-from megabatch.training import evaluate, train
+from megabatch.training import train
 
 CONFIG = replace(
     CONFIG, epochs=4, eval_every=0.5, save_every=0.5, stages=(), deterministic=True, keep=1

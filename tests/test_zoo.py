@@ -14,11 +14,12 @@ from megabatch import models
 from megabatch.batchnorm import MovingAverages, SpanBatchNorm, use_spans
 from megabatch.config import Config, Data
 from megabatch.errors import UserError
+from megabatch.evaluation import evaluate
 from megabatch.finetune import load_initial
 from megabatch.models import zoo
 from megabatch.optim import parameter_groups
 from megabatch.runs import trained
-from megabatch.training import evaluate, train
+from megabatch.training import train
 
 PICTURES = CONFIG.data.__class__(
     source="synthetic", size=32, channels=3, images=96, classes=4, val_share=0.34

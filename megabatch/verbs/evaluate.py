@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
 
 def evaluate_here(flags: EvaluateFlags) -> tuple[bool, dict[str, Any]]:
     """The work of one worker: whether it is the first, and the result."""
-    from megabatch.training import evaluate
+    from megabatch.evaluation import evaluate
 
     cluster = Cluster.from_env(device=flags.device)
     try:

@@ -1,0 +1,80 @@
+"""Evaluation of what a run left: evaluate(run) scores its newest checkpoint, or its best."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megabatch.cluster import Cluster
+from megabatch.config import Config
+from megabatch.data.loader import Loader
+from megabatch.data.opening import open_sources
+from megabatch.ema import put_averages
+from megabatch.errors import UserError
+from megabatch.own import check_model, whose
+from megabatch.parts import prepared
+from megabatch.precision import full_dtype, halved
+from megabatch.process import compute_settings
+from megabatch.runs import checkpoint
+from megabatch.runs.progress import counted, counting, say, to_people
+from megabatch.runs.verdict import idle_workers
+from megabatch.step import score
+
+
+def evaluate(
+    run: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    data: Any = None,
+    *,
+    cluster: Cluster | None = None,
+    quiet: bool = True,
+    best: bool = False,
+) -> dict[str, Any]:
+    """Top-1, top-5 and loss of a run's newest checkpoint; every worker of the cluster calls it.
+    `best`: of its best one, where it kept that.
+
+    A run of your own module or data needs them again; the module then holds what was evaluated, the
+    average of the weights where the run kept one. Unless `quiet`, the first worker says on standard
+    error how far it is.
+    """
+    written = Path(run) / "config.json"
+    if not written.exists():
+        raise UserError(f"{run} is not the folder of a run: it has no config.json")
+    config = Config.read(written)
+    # What was written there may be anyone's: an evaluation copies nothing and needs no first
+    # weights.
+    config = replace(config, init="", data=replace(config.data, local_copy=""))
+    for own, given, word in ((config.model, model, "model"), (config.data.source, data, "data")):
+        if own.startswith("own") and given is None:
+            raise UserError(
+                f"{run} was trained with {word} of its caller's: evaluate it from Python, "
+                f"megabatch.evaluate(run, {word}=...)"
+            )
+    check_model(model)
+    found = checkpoint.of_run(Path(run), best)
+    cluster = cluster or Cluster.from_env()
+    console = to_people(quiet or not cluster.first)
+    with contextlib.ExitStack() as ending:
+        ending.enter_context(compute_settings(config, cluster))
+        say(console, f"reading the images: {whose(config)}")
+        _, val_set = open_sources(config, data, cluster, training=False)
+        net = ending.enter_context(prepared(config, cluster, val_set.classes, model))
+        ending.enter_context(halved(net, config))
+        checkpoint.load_weights(found, net)
+        with checkpoint.fitting(found):
+            put_averages(net, checkpoint.load_extra(found))
+        loader = Loader(None, val_set, config, cluster, full_dtype(config))
+        ending.callback(loader.close)
+        held_out = loader.validation_images
+        if (idle := idle_workers(held_out, config.micro, cluster.world)) is not None:
+            say(console, idle)
+        told = ending.enter_context(counting("evaluating", console))
+        watched = counted(loader.validation(), held_out, cluster.world, told)
+        result = score(net, watched, held_out, config, cluster)
+    seen = checkpoint.seen(found)
+    return {**result, "seen": seen, "checkpoint": str(found), "world": cluster.world}

@@ -1,0 +1,56 @@
+"""What a caller brings: a module or data of their own, checked before anything is begun."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from megabatch.config import Config
+from megabatch.errors import UserError
+
+
+def checked(config: Config, model: nn.Module | None, data: Any) -> Config:
+    """The config as it is saved: a module or data of the caller's own are named as such."""
+    if not isinstance(config, Config):
+        raise UserError(
+            f"config is {config!r}, not a Config: give one, such as megabatch.recipes.digits()"
+        )
+    check_model(model)
+    if model is not None:
+        config = replace(config, model=f"own {type(model).__name__}")
+    if data is not None:
+        config = replace(config, data=replace(config.data, source="own"))
+    return config.check()
+
+
+def check_model(model: Any) -> None:
+    """Refuse what cannot be a caller's own module, and a module that cannot be trained."""
+    if model is None:
+        return
+    if isinstance(model, type):
+        raise UserError(
+            f"model is the class {model.__name__}, not a module: give {model.__name__}()"
+        )
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model is {model!r}, not a torch.nn.Module: give a module, or name a bundled model in "
+            f"config.model"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise UserError(
+            f"model is wrapped in {type(model).__name__}, but training sums gradients over workers "
+            f"itself: give the module inside, model.module"
+        )
+    for name, weight in model.named_parameters():
+        if is_lazy(weight) or weight.is_meta:
+            raise UserError(f"the model's {name} has no values yet: call the model on images once")
+        if weight.is_complex():
+            raise UserError(f"the model's {name} is complex: training is in real numbers")
+
+
+def whose(config: Config) -> str:
+    """The images' name, for people."""
+    return "your data set" if config.data.kind == "own" else config.data.path or config.data.source
