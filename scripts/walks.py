@@ -34,9 +34,10 @@ ROOT = Path(mb.__file__).parent
 PAGE = ROOT.parent / "docs" / "walks.md"
 
 # These are asked for numbers and are handed neither an image nor a gradient: settings, randomness,
-# which image stands where, who is dealt what, which messages a plan has.
-ASKED = ("config/", "schedule.py", "batch.py", "tree.py", "keyed.py", "plans/", "cluster.py")
-ASKED_FUNCTIONS = ("Order.", "autocast", "full_dtype", "threads_of")
+# which image stands where, which part of it is taken, who is dealt what, which messages a plan has.
+ASKED = ("config/", "schedule.py", "batch.py", "tree.py", "keyed.py", "plans/", "cluster.py",
+         "data/crop.py")  # fmt: skip
+ASKED_FUNCTIONS = ("Order.", "autocast", "full_dtype", "threads_of", "available")
 # A net is one place, however often its blocks and norms call each other.
 NET = ("models/", "batchnorm.py")
 
@@ -147,8 +148,9 @@ def config_of(path: str, batch: int, plan: str = "backend") -> mb.Config:
 def image_walk(path: str) -> list[tuple[str, str]]:
     with Trace() as trace:
         mb.train(config_of(path, batch=1), quiet=True)
+    # Of training's: the last ones that were read are of the evaluation.
     reading, handing, passing = (
-        calls_of(trace.events, function)[-1]
+        calls_of(trace.events, function)[0]
         for function in ("ThreadReader._timed", "Loader._prepare", "_pass")
     )
     # Where the loss is handed over the image's walk ends and the gradient's begins.

@@ -16,20 +16,18 @@ from megabatch.config import Config, Data
 from megabatch.data.augment import augment, colour, finish, normalise
 from megabatch.data.crop import (
     CROP_DRAWS,
-    bring_to_size,
     centre_boxes,
     choose_boxes,
     crop_draws,
-    crop_on_device,
     random_boxes,
-    reduction,
     scale_boxes,
 )
-from megabatch.data.decoded import with_channels
-from megabatch.data.jpeg import Encoding, Workspace, head_of, region
+from megabatch.data.decoded import bring_to_size, with_channels
+from megabatch.data.jpeg import Encoding, Workspace, head_of, region, scaling
 from megabatch.data.opening import open_sources
 from megabatch.data.origins import open_origin
 from megabatch.data.packing import pack
+from megabatch.data.resident import crop_on_device
 from megabatch.errors import UserError
 
 PHOTOS = Data(size=16, channels=3, crop_area=(0.08, 1.0), flip=True)
@@ -142,15 +140,13 @@ def test_on_the_device_the_same_crop_is_two_matrix_products():
 
 
 def test_large_jpegs_are_decoded_small_when_the_crop_stays_large_enough():
-    assert [reduction([0, 0, w, h], 16) for w, h in ((31, 99), (32, 32), (64, 70), (999, 128))] == [
-        1, 2, 4, 8,
-    ]  # fmt: skip
+    assert [scaling(side, 16) for side in (31, 32, 63, 64, 127, 128, 999)] == [1, 2, 2, 4, 4, 8, 8]
     y, x = numpy.mgrid[0:200, 0:240]
     ramp = numpy.stack([x, y, x // 2 + y // 2], 2).astype(numpy.uint8)
     data, box = simplejpeg.encode_jpeg(ramp, 95), [20, 30, 180, 190]
     exact, fast = (torch.empty(3, 16, 16, dtype=torch.uint8) for _ in range(2))
-    for factor, out in ((1, exact), (8, fast)):
-        bring_to_size(region(data, head_of(data), box, 3, factor, Workspace(), False), out)
+    for size, out in ((160, exact), (16, fast)):
+        bring_to_size(region(data, head_of(data), box, 3, size, Workspace(), False), out)
     # Half a pixel of the scaled picture is 4 of the whole one: 4 steps of the ramp.
     assert 0 < (exact.int() - fast.int()).abs().max() <= 6
 
@@ -270,7 +266,8 @@ def test_a_raw_pack_gives_the_pixels_of_the_decoded_images(root, tmp_path):
     raw, _ = opened(tmp_path / "raw.arrow")[0].read(indices, draws)
     jpeg, _ = opened(root)[0].read(indices, draws)
     boxes = choose_boxes(PHOTOS, numpy.full(18, 40), numpy.full(18, 56), draws).tolist()
-    whole = [n for n in range(18) if reduction(boxes[n], 16) == 1]
+    sides = [min(right - left, lower - upper) for left, upper, right, lower in boxes]
+    whole = [n for n in range(18) if scaling(sides[n], 16) == 1]
     assert 5 < len(whole) < 18  # the others were scaled down while they were decoded
     assert torch.equal(raw[whole], jpeg[whole])
 

@@ -24,8 +24,9 @@ from megabatch.batch import Step, steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data import pool
-from megabatch.data.crop import bring_to_size, crop_draws
-from megabatch.data.jpeg import BadImage, Workspace, head_of, pixels, region
+from megabatch.data.crop import crop_draws
+from megabatch.data.decoded import bring_to_size
+from megabatch.data.jpeg import BadImage, Workspace, head_of, pixels, region, scaling
 from megabatch.data.loader import Loader
 from megabatch.data.opening import open_sources
 from megabatch.data.packfile import Pack
@@ -413,13 +414,16 @@ def test_what_is_not_decoded_below_a_crop_changes_nothing_above(mode, options):
     noise.save(written, "JPEG", quality=90, **options)
     data = written.getvalue()
     head = head_of(data)
-    for factor in (1, 2, 4, 8):
-        whole = pixels(data, 3, factor)
+    met = set()
+    for size in (200, 64, 16, 4, 1):
         for lower in {*range(1, 204, 9), 16, 32, 15, 31, 17, 203}:
             box = [3, int(generator.integers(0, lower)), 140, lower]
-            found = region(data, head, box, 3, factor, Workspace(), trusted=True)
-            again = region(data, head, box, 3, factor, Workspace(), trusted=False)
+            found = region(data, head, box, 3, size, Workspace(), trusted=True)
+            again = region(data, head, box, 3, size, Workspace(), trusted=False)
             assert numpy.array_equal(found, again)
+            factor = scaling(min(137, lower - box[1]), size)
+            met.add(factor)
+            whole = pixels(data, 3, factor)
             upper = round(box[1] * whole.shape[0] / 203)
             assert numpy.array_equal(
                 found,
@@ -427,15 +431,17 @@ def test_what_is_not_decoded_below_a_crop_changes_nothing_above(mode, options):
                     : found.shape[0], : found.shape[1]
                 ],
             )
+    assert met == {1, 2, 4, 8}
 
 
 def test_what_is_not_trusted_is_decoded_to_its_end():
     data = bytearray(simplejpeg.encode_jpeg(pictures.pixels(1, 200, 200)))
     data[-400:-300] = bytes(100)
     head = head_of(data)
-    assert region(data, head, [0, 0, 50, 20], 3, 1, Workspace(), trusted=True).shape == (20, 50, 3)
+    box, size = [0, 0, 50, 20], 20
+    assert region(data, head, box, 3, size, Workspace(), trusted=True).shape == (20, 50, 3)
     with pytest.raises(BadImage):
-        region(data, head, [0, 0, 50, 20], 3, 1, Workspace(), trusted=False)
+        region(data, head, box, 3, size, Workspace(), trusted=False)
 
 
 def test_a_jpeg_in_a_folder_is_trusted_once_it_was_found_whole(tmp_path, monkeypatch):

@@ -8,7 +8,9 @@ from pictures import pixels
 from megabatch import kernels
 from megabatch.config import Data
 from megabatch.data.augment import finish
-from megabatch.data.crop import bring_to_size, crop_draws, crop_on_device, random_boxes
+from megabatch.data.crop import crop_draws, random_boxes
+from megabatch.data.decoded import bring_to_size
+from megabatch.data.resident import crop_on_device
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,5 +21,5 @@ def test_no_walk_is_long():
         for line in (ROOT / "docs" / "walks.md").read_text().splitlines()
         if " files, " in line
     )
-    assert image <= 11
+    assert image <= 10
     assert gradient <= 8

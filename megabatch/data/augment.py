@@ -192,9 +192,7 @@ def finish(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """All that is done to a batch of images on the device, to what the model is given."""
-    if images.dtype != torch.uint8:
-        return images.to(dtype)
+    """All that is done to a batch of uint8 images, to what the model is given."""
     colours = any(data.jitter) or data.lighting
     if not data.shift and not colours and _by_kernel(images, dtype):
         mirrored = _mirrored(positions, seed) if data.flip else None

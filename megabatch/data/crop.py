@@ -1,4 +1,4 @@
-"""Crops: which part of each image is taken, as a function of draws, and how it is brought to size.
+"""Crops: which part of each image is taken, as a function of draws.
 
 The random crop by area and aspect is Inception's, as Goyal 2017 uses it; scale augmentation
 (shorter side drawn, then a square of the model's size) is the original ResNet's. Both only choose a
@@ -10,12 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megabatch.config import Data
-from megabatch.data.jpeg import Pixels
 from megabatch.keyed import Purpose, uniform
 
 _TRIES = 10
@@ -99,55 +97,3 @@ def _largest_boxes(data: Data, heights: NDArray[Any], widths: NDArray[Any]) -> B
 
 def _boxes(left: Any, upper: Any, w: Any, h: Any) -> Boxes:
     return numpy.stack([left, upper, left + w, upper + h], 1).astype(numpy.int64)
-
-
-def reduction(box: list[int], size: int) -> int:
-    """By how much a JPEG may be scaled down while it is decoded: the crop keeps the model's
-    size."""
-    least = min(box[2] - box[0], box[3] - box[1])
-    return next((factor for factor in (8, 4, 2) if least >= factor * size), 1)
-
-
-def bring_to_size(part: Pixels, out: Tensor) -> None:
-    """Resize cropped pixels into `out` (channels x size x size): bilinear with antialiasing, in
-    torch's uint8 kernel."""
-    size = out.shape[1]
-    if part.shape[:2] == (size, size):
-        out.numpy()[...] = part.transpose(2, 0, 1)
-        return
-    if not part.flags.writeable:  # of a mapped file: torch takes only what it could write to
-        part = part.copy()
-    image = torch.from_numpy(part).permute(2, 0, 1)[None]
-    # The operator itself: torch's interpolate() takes twice as long to decide to call it.
-    torch.ops.aten._upsample_bilinear2d_aa.out(image, [size, size], False, out=out[None])
-
-
-def crop_on_device(images: Tensor, boxes: Tensor, size: int) -> Tensor:
-    """The same crop and resize for a batch of images of one size (n x height x width x channels).
-
-    Along each axis a resized crop is a small matrix applied to the pixels, so the whole is two
-    batched matrix products: any box of any image in one call, which is what a GPU wants.
-    """
-    height, width = images.shape[1:3]
-    down = _weights(boxes[:, 1], boxes[:, 3], height, size)
-    across = _weights(boxes[:, 0], boxes[:, 2], width, size)
-    planes = images.permute(0, 3, 1, 2).to(down.dtype)
-    resized = down[:, None] @ planes @ across[:, None].transpose(2, 3)
-    return resized.round_().clamp_(0, 255).to(torch.uint8)
-
-
-def _weights(begin: Tensor, end: Tensor, pixels: int, size: int) -> Tensor:
-    """n x size x pixels: how much each pixel of the crop counts for each pixel of the result.
-
-    The filter is a triangle as wide as one output pixel, never narrower than two input pixels,
-    which is bilinear when enlarging and antialiased when shrinking.
-    """
-    begin, end = begin.double()[:, None], end.double()[:, None]
-    step = (end - begin) / size
-    centre = begin + (torch.arange(size, device=begin.device) + 0.5) * step
-    reach = step.clamp(min=1.0)
-    pixel = torch.arange(pixels, device=begin.device)
-    distance = (pixel + 0.5 - centre[:, :, None]).abs() / reach[:, :, None]
-    inside = (pixel >= begin[:, :, None]) & (pixel < end[:, :, None])
-    weights = (1 - distance).clamp(min=0.0) * inside
-    return (weights / weights.sum(2, keepdim=True)).float()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megabatch.config import Config, Data
 from megabatch.data.augment import finish, normalise
-from megabatch.data.crop import bring_to_size, choose_boxes, reduction
+from megabatch.data.crop import choose_boxes
 from megabatch.data.jpeg import BadImage, Encoded, Head, Pixels, Workspace, head_of, pixels, region
 from megabatch.data.origins import Origin
 from megabatch.data.packfile import Arena, Pack, PackError
@@ -44,9 +44,11 @@ class Records(Protocol):
 
     def record(self, index: int, arena: Arena | None = None) -> Encoded | Pixels: ...
 
-    def name(self, index: int) -> str: ...
+    def records(self, indices: list[int], arena: Arena) -> Iterable[Encoded | Pixels]:
+        """Several, in order; they are there until the thread asks for the next ones."""
+        ...
 
-    def will_need(self, indices: list[int]) -> None: ...
+    def name(self, index: int) -> str: ...
 
 
 class Decoded(Source):
@@ -118,19 +120,18 @@ class Decoded(Source):
     def fill(self, buffer: Buffer, indices: Tensor, draws: Tensor | None) -> None:
         """Read images, cropped, into a buffer of bytes or of crops, and their labels."""
         places, numbers = indices.tolist(), self.chosen[indices].tolist()
-        self.records.will_need(numbers)
-        self._arena.clear()
         number = -1
         try:
             stored, heads = [], []
-            for number in numbers:
-                image = self.records.record(number, self._arena)
+            coming = iter(self.records.records(numbers, self._arena))
+            for number in numbers:  # noqa: B007 (whose name an error will say)
+                image = next(coming)
                 stored.append(image)
                 heads.append(_head(image))
             heights, widths, _ = numpy.array(heads).T
             boxes = choose_boxes(self.data, heights, widths, draws).tolist()
             for row in range(len(numbers)):
-                number = numbers[row]  # whose name an error will say
+                number = numbers[row]
                 crop = self._crop(places[row], stored[row], heads[row], boxes[row])
                 if buffer.shapes is None:
                     bring_to_size(crop, buffer.images[row])
@@ -151,9 +152,8 @@ class Decoded(Source):
         if isinstance(image, numpy.ndarray):
             left, upper, right, lower = box
             return with_channels(image[upper:lower, left:right], channels)
-        factor = reduction(box, self.data.size)
         trusted = self._whole is None or bool(self._whole[place])
-        crop = region(image, head, box, channels, factor, self._workspace, trusted)
+        crop = region(image, head, box, channels, self.data.size, self._workspace, trusted)
         if self._whole is not None:
             self._whole[place] = 1
         return crop
@@ -212,6 +212,20 @@ class _Writer:
         return kept[:count].permute(0, 3, 1, 2)
 
 
+def bring_to_size(part: Pixels, out: Tensor) -> None:
+    """Resize cropped pixels into `out` (channels x size x size): bilinear with antialiasing, in
+    torch's uint8 kernel."""
+    size = out.shape[1]
+    if part.shape[:2] == (size, size):
+        out.numpy()[...] = part.transpose(2, 0, 1)
+        return
+    if not part.flags.writeable:  # of a mapped file: torch takes only what it could write to
+        part = part.copy()
+    image = torch.from_numpy(part).permute(2, 0, 1)[None]
+    # The operator itself: torch's interpolate() takes twice as long to decide to call it.
+    torch.ops.aten._upsample_bilinear2d_aa.out(image, [size, size], False, out=out[None])
+
+
 def _shared_flags(count: int) -> Pixels:
     """So many zeros, in memory that forked processes share."""
     return numpy.frombuffer(mmap.mmap(-1, max(1, count)), numpy.uint8)
@@ -251,11 +265,11 @@ class FromOrigin:
         except OSError as error:
             raise BadImage(error.strerror or str(error)) from None
 
+    def records(self, indices: list[int], arena: Arena) -> Iterable[Encoded | Pixels]:
+        return map(self.record, indices)
+
     def name(self, index: int) -> str:
         return f"{self._path}/{self._origin.name(index)}"
-
-    def will_need(self, indices: list[int]) -> None:
-        pass
 
 
 class FromPack:
@@ -273,6 +287,9 @@ class FromPack:
     def record(self, index: int, arena: Arena | None = None) -> Encoded | Pixels:
         return self.shaped(self.pack.record(index, arena))
 
+    def records(self, indices: list[int], arena: Arena) -> Iterable[Encoded | Pixels]:
+        return map(self.shaped, self.pack.records(indices, arena))
+
     def received(self, index: int, data: memoryview) -> Encoded | Pixels:
         """An image of the pack that came another way, once its checksum is found right."""
         self.pack.check(index, data)
@@ -285,6 +302,3 @@ class FromPack:
 
     def name(self, index: int) -> str:
         return f"{self.pack.path}/{self.pack.name(index)}"
-
-    def will_need(self, indices: list[int]) -> None:
-        self.pack.will_need(indices)

@@ -99,11 +99,12 @@ def region(
     head: Head,
     box: Sequence[int],
     channels: int,
-    factor: int,
+    size: int,
     workspace: Workspace,
     trusted: bool,
 ) -> Pixels:
-    """The pixels in a box (left, upper, right, lower), a JPEG's at about 1 / factor of their size.
+    """The pixels in a box (left, upper, right, lower); a JPEG is scaled down while it is decoded as
+    far as the box keeps `size` pixels a side.
 
     The result is overwritten by the thread's next call. Data that is `trusted` was found whole
     before: what lies below the box is then not decoded at all, which leaves the rest as it is to
@@ -112,6 +113,7 @@ def region(
     if not head.plain:
         left, upper, right, lower = box
         return _by_pillow(data, channels)[upper:lower, left:right]
+    factor = scaling(min(box[2] - box[0], box[3] - box[1]), size)
     height, width = -(-head.height // factor), -(-head.width // factor)
     if factor > 1:
         y, x = height / head.height, width / head.width
@@ -266,7 +268,7 @@ def encode(image: Encoded | Pixels, encoding: Encoding) -> Stored:
             pixels(image, 3, factor=8)
             return Stored(image, (height, width, 3))
         # Twice the wanted size is enough to make a good smaller picture from.
-        factor = _factor(min(height, width), 2 * encoding.size)
+        factor = scaling(min(height, width), 2 * encoding.size)
         found = pixels(image, 3, factor)
     if encoding.kind == "raw":
         if encoding.size:
@@ -284,7 +286,7 @@ def encode(image: Encoded | Pixels, encoding: Encoding) -> Stored:
     return Stored(data, (*found.shape[:2], 3))
 
 
-def _factor(side: int, wanted: int) -> int:
+def scaling(side: int, wanted: int) -> int:
     """The strongest scaling of libjpeg that leaves a side of at least `wanted` (0: none)."""
     return next((f for f in (8, 4, 2) if wanted and side // f >= wanted), 1)
 

@@ -198,9 +198,12 @@ class Loader:
             buffer = self._waited_for(self._reading.pop(micro))
             positions = torch.arange(first, first + count, device=self._device)
             images, labels = self._on_device(buffer)
-            images = finish(
-                images, positions, data, self._config.seed, source.mean, source.std, self._dtype
-            )
+            if images.dtype == torch.uint8:
+                images = finish(
+                    images, positions, data, self._config.seed, source.mean, source.std, self._dtype
+                )
+            else:  # numbers: a reader has finished them, or they are of the caller's own making
+                images = images.to(self._dtype)
         return MicroBatch(images, labels, positions, first)
 
     def _waited_for(self, coming: FutureBatch) -> Buffer:

@@ -233,6 +233,16 @@ class Pack:
         self.check(index, data)
         return data
 
+    def records(self, indices: list[int], arena: Arena) -> list[memoryview]:
+        """Several images, in the place of those that the arena held; the system is asked for all of
+        them first: one wait for storage, not one each."""
+        first = self._places["image"][0]
+        for index in indices:
+            begin, end = int(self._offsets[index]), int(self._offsets[index + 1])
+            os.posix_fadvise(self._file, first + begin, end - begin, os.POSIX_FADV_WILLNEED)
+        arena.clear()
+        return [self.record(index, arena) for index in indices]
+
     def check(self, index: int, data: bytes | memoryview) -> None:
         """Refuse bytes that are not the image's."""
         if zlib.crc32(data) != self._crcs[index]:
@@ -245,14 +255,6 @@ class Pack:
         """How many bytes each image has."""
         lengths: NDArray[numpy.int64] = numpy.diff(self._offsets)
         return lengths
-
-    def will_need(self, indices: list[int]) -> None:
-        """Ask the system to have these images in memory soon: one wait for storage, not one
-        each."""
-        first = self._places["image"][0]
-        for index in indices:
-            begin, end = int(self._offsets[index]), int(self._offsets[index + 1])
-            os.posix_fadvise(self._file, first + begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def name(self, index: int) -> str:
         """What an image was called in the source."""

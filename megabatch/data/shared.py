@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
@@ -146,11 +147,12 @@ class SharedOut:
         # A step that nobody could foresee: the pack is still there.
         return self._records.record(index, arena)
 
+    def records(self, indices: list[int], arena: Arena) -> Iterable[Encoded | Pixels]:
+        arena.clear()
+        return (self.record(index, arena) for index in indices)
+
     def name(self, index: int) -> str:
         return self._records.name(index)
-
-    def will_need(self, indices: list[int]) -> None:
-        pass
 
     def close(self) -> None:
         """End the exchanges, once those that have begun are over: the others take part in them."""
@@ -320,9 +322,11 @@ class FromArea:
             return self._records.record(index, arena)
         return self._records.received(index, found)
 
+    def records(self, indices: list[int], arena: Arena) -> Iterable[Encoded | Pixels]:
+        area = self._area
+        missing = [index for index in indices if area is None or area.get(index) is None]
+        read = dict(zip(missing, self._records.records(missing, arena), strict=True))
+        return (read[index] if index in read else self.record(index, arena) for index in indices)
+
     def name(self, index: int) -> str:
         return self._records.name(index)
-
-    def will_need(self, indices: list[int]) -> None:
-        area = self._area
-        self._records.will_need([i for i in indices if area is None or area.get(i) is None])

@@ -1,8 +1,8 @@
 """Crops of any shape resized on a GPU in one launch: bilinear with antialiasing, bytes to bytes.
 
-The plain twins are `megabatch.data.crop.bring_to_size` on the host and `crop_on_device`, which does
-the same by matrix products. They differ by one step of 256 at the most: the host rounds between its
-two passes.
+The plain twins are `bring_to_size` of data/decoded.py on the host and `crop_on_device` of
+data/resident.py, which does the same by matrix products. They differ by one step of 256 at the
+most: the host rounds between its two passes.
 """
 
 from __future__ import annotations

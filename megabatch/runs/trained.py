@@ -7,6 +7,7 @@ The weights are those that evaluation uses: their moving average where the run k
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,11 +86,11 @@ class _Files:
         except OSError as error:
             raise BadImage(error.strerror or str(error)) from None
 
+    def records(self, indices: list[int], arena: Arena) -> Iterable[bytes]:
+        return map(self.record, indices)
+
     def name(self, index: int) -> str:
         return str(self._paths[index])
-
-    def will_need(self, indices: list[int]) -> None:
-        pass
 
 
 def load(run: Path, best: bool = False) -> Trained:
