@@ -105,8 +105,8 @@ def wait_for(condition, seconds=120):
         time.sleep(0.02)
 
 
-def workers_of(pid):
-    """The worker processes of a command, by their store's variable in the environment."""
+def processes_of(mark):
+    """The processes of a command and their parents, by its mark in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/status"):
         try:
@@ -116,7 +116,7 @@ def workers_of(pid):
             environ = (path.parent / "environ").read_bytes()
         except OSError:
             continue
-        if f"MEGABATCH_TEST={pid}".encode() in environ:
+        if f"MEGABATCH_TEST={mark}".encode() in environ:
             found.append((int(name["Pid"]), int(name["PPid"])))
     return found
 
@@ -135,7 +135,8 @@ def uninterrupted(tmp_path_factory):
 def test_a_signal_leaves_a_checkpoint_and_the_rest_is_as_if_nothing_happened(
     uninterrupted, tmp_path, target, number
 ):
-    mark = f"{target}-{int(number)}-{os.getpid()}"
+    own = os.getpid()
+    mark = f"{target}-{int(number)}-{own}"
     line = ["train", "digits", *THREE_EPOCHS, "--out", str(tmp_path / "run")]
     command = subprocess.Popen(
         [*MEGABATCH, *line, "--workers", "3"],
@@ -149,10 +150,10 @@ def test_a_signal_leaves_a_checkpoint_and_the_rest_is_as_if_nothing_happened(
     if target == "command":
         command.send_signal(number)
     else:
-        everyone = workers_of(mark)
-        parents = {parent for _, parent in everyone}
-        leaves = [pid for pid, _ in everyone if pid not in parents and pid != command.pid]
-        os.kill(max(leaves), number)  # the last started: not the first worker
+        # The server that forks them is the command's child, they are its: any of them will do.
+        workers = [pid for pid, parent in processes_of(mark) if parent not in (command.pid, own)]
+        assert len(workers) == 3
+        os.kill(workers[-1], number)
     stdout, stderr = command.communicate(timeout=120)
     assert command.returncode == 3, stderr
     stopped = json.loads(stdout.splitlines()[-1])

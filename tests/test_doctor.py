@@ -47,7 +47,7 @@ def test_a_machine_that_works_with_broken_things_that_do_not_matter(tmp_path):
         torchvision="raise RuntimeError('operator torchvision::nms does not exist')",
         timm="import torchvision",
         sklearn="import os; os.abort()",
-        plotly='print(\'{"answer": "noise"}\')',
+        mlperf_logging='print(\'{"answer": "noise"}\')',
     )
     assert result.returncode == 0, result.stderr
     said, parts = by_part(result)
@@ -59,7 +59,7 @@ def test_a_machine_that_works_with_broken_things_that_do_not_matter(tmp_path):
     assert parts["torchvision, timm"]["found"].count("nms does not exist") == 2
     assert parts["scikit-learn"]["state"] == "limited"
     assert "SIGABRT" in parts["scikit-learn"]["found"]
-    assert parts["plotly"]["state"] == "works"
+    assert parts["mlperf-logging"]["state"] == "works"
     assert parts["open files"]["state"] == "limited"
     for finding in said["findings"]:
         assert (finding["costs"] == "") == (finding["state"] == "works"), finding
@@ -132,9 +132,9 @@ def test_a_child_answers_raises_hangs_and_crashes(tmp_path, monkeypatch):
 
 
 def test_a_module_in_the_working_folder_is_not_examined(tmp_path, monkeypatch):
-    (tmp_path / "plotly.py").write_text("raise ValueError")
+    (tmp_path / "pyarrow.py").write_text("raise ValueError")
     monkeypatch.chdir(tmp_path)
-    assert ask(child.version_of, "plotly", "plotly") not in (None, "of unknown version")
+    assert ask(child.version_of, "pyarrow", "pyarrow") not in (None, "of unknown version")
 
 
 # --- torch and GPUs, by what torch says of itself -----------------------------------------------

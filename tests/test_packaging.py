@@ -48,5 +48,5 @@ def test_every_dependency_is_pinned_for_tests():
         *(name for names in extras.values() for name in names),
     ]
     assert {re.split(r"[<>=\[ ]", name)[0] for name in wanted} <= pinned
-    everywhere = {name for extra in ("demo", "report", "export") for name in extras[extra]}
+    everywhere = {name for extra in ("demo", "export") for name in extras[extra]}
     assert everywhere <= set(extras["dev"])

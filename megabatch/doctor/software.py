@@ -158,7 +158,6 @@ LIBRARIES = (
         "no embedded digits: the recipe digits cannot run",
         get="pip install 'megabatch[demo]'",
     ),
-    Library("plotly", "plotly", "no HTML reports", get="pip install 'megabatch[report]'"),
     Library(
         "mlperf-logging",
         "mlperf_logging",
