@@ -190,6 +190,7 @@ def test_every_number_has_bounds():
 
 FREE = {
     "ratio_band", "eval_every", "save_every", "keep", "keep_best", "target_accuracy", "bucket_mb",
+    "compare_every", "patience",
     "plan", "wire", "compile", "graphs", "data.path", "data.local_copy", "data.threads",
     "data.processes", "data.resident", "data.shared",
     "hybrid.small", "hybrid.large", "hybrid.threshold_mb",

@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -194,28 +196,27 @@ def test_a_run_names_the_rank_that_stops_with_step_bucket_and_phase(path):
 
 
 WORKER = f"""
-import os, sys
+import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from dataclasses import replace
 from test_heartbeat import RUN, Stopping
 from megabatch.training import train
-train(replace(RUN, eval_every=0.2), Stopping(1, 0), quiet=True)
 """
 
 
-def test_a_rank_that_stops_in_an_evaluation_is_named_before_the_others_end(tmp_path):
-    """Nothing can call back who waits in a collective of the backend: the process ends, by itself
-    and in words."""
+@contextmanager
+def workers(call, **environ):
+    """Three processes that were started by some launcher, and train."""
     environ = {
         **os.environ,
         "WORLD_SIZE": "3",
         "LOCAL_WORLD_SIZE": "3",
-        "MEGABATCH_STORE": str(tmp_path / "store"),
         "GLOO_SOCKET_IFNAME": "lo",
+        **environ,
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER],
+            [sys.executable, "-c", WORKER + call],
             env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
@@ -223,6 +224,18 @@ def test_a_rank_that_stops_in_an_evaluation_is_named_before_the_others_end(tmp_p
         for rank in range(3)
     ]
     try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_a_rank_that_stops_in_an_evaluation_is_named_before_the_others_end(tmp_path):
+    """Nothing can call back who waits in a collective of the backend: the process ends, by itself
+    and in words."""
+    call = "train(replace(RUN, eval_every=0.2), Stopping(1, 0), quiet=True)"
+    with workers(call, MEGABATCH_STORE=str(tmp_path / "store")) as processes:
         for rank in (0, 2):
             _, said = processes[rank].communicate(timeout=200)
             assert processes[rank].returncode == 1, said
@@ -231,7 +244,15 @@ def test_a_rank_that_stops_in_an_evaluation_is_named_before_the_others_end(tmp_p
                 rf"{rank} was at step \d, bucket \d, the end of an evaluation",
                 said,
             ), said
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+
+
+def test_a_stopped_rank_that_holds_the_store_ends_the_others_too():
+    call = "train(replace(RUN, deterministic=True), Stopping(0, 5), quiet=True)"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    with workers(call, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) as processes:
+        for rank in (1, 2):
+            _, said = processes[rank].communicate(timeout=200)
+            assert processes[rank].returncode == 1, said
+            assert "the store has not answered for 3 s (rank 0 holds it" in said
+            assert f"rank {rank} was at step 5, bucket 0, tree: all_to_all" in said

@@ -88,8 +88,12 @@ class Heartbeat:
         if self._link is not None:
             self._ending.enter_context(self._link.telling(self._give_up))
         self._pulse()
+        self._answered = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
+        # A store that a stopped rank holds does not even refuse: another thread sees that.
+        self._guard = threading.Thread(target=self._guard_store, name="guard", daemon=True)
+        self._guard.start()
         atexit.register(self.close)
 
     def step(self, step: int) -> None:
@@ -147,6 +151,7 @@ class Heartbeat:
         atexit.unregister(self.close)
         if self._over is not None:
             return  # the process is about to end
+        self._guard.join(_PATIENCE_SECONDS)
         self._thread.join(self._interval + _PATIENCE_SECONDS)
         self._end_all(Closed("closed before this sum was there"))
         if self._thread.is_alive():  # the store does not answer
@@ -165,8 +170,22 @@ class Heartbeat:
         with self._lock:
             self._waiting.pop(reduction, None)
 
+    def _guard_store(self) -> None:
+        while not self._closing.wait(self._interval):
+            since = self._since()
+            if since is None or self._given_up is not None or self._over is not None:
+                continue
+            if time.monotonic() - max(since, self._answered) >= self._silent + self._interval:
+                self._end(
+                    f"the ranks can no longer meet: the store has not answered for "
+                    f"{self._silent:g} s (rank 0 holds it, where no launcher does: dead or "
+                    f"stopped); rank {self._rank} was at {self._progress}"
+                )
+                return
+
     def _watch(self) -> None:
         while not self._closing.wait(self._interval):
+            self._answered = time.monotonic()
             try:
                 self._pulse()
                 verdict = self._verdict()
