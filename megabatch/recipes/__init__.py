@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megabatch.config import Config, check_setting
 from megabatch.errors import UserError, nearest
 from megabatch.recipes import imagenet
-from megabatch.recipes.by_batch import in_doubt, lost_points, row_at, same_share
+from megabatch.recipes.by_batch import cut_short, in_doubt, row_at, same_share
 from megabatch.recipes.digits import digits
 from megabatch.recipes.goyal2017 import goyal2017, goyal2017_resnet101
 from megabatch.recipes.jia2018 import jia2018
@@ -91,13 +91,8 @@ def doubts(name: str, config: Config, images: int | None = None) -> list[str]:
         return []
     rows = BY_BATCH[name].rows
     batch = same_share(config.batch, images, BY_BATCH[name].images)
-    needed, said = row_at(rows, batch).epochs, [in_doubt(rows, batch, config.batch)]
-    lost = lost_points(config.epochs, needed)
-    if lost > 0:
-        said.append(
-            f"a batch of {config.batch:,} was verified with {needed:.3g} epochs: {config.epochs:g} "
-            f"are expected to cost about {lost:.1f} points of top-1"
-        )
+    needed = row_at(rows, batch).epochs
+    said = in_doubt(rows, batch, config.batch), cut_short(config.epochs, needed, config.batch)
     return [sentence for sentence in said if sentence is not None]
 
 

@@ -85,12 +85,25 @@ def in_doubt(rows: Sequence[Row], batch: float, given: int) -> str | None:
     )
 
 
-def lost_points(epochs: float, needed: float) -> float:
-    """Points of top-1 that a run of `epochs` is expected to lose whose batch needs more."""
+def lost_points(epochs: float, needed: float) -> float | None:
+    """Points of top-1 that a run of `epochs` is expected to lose whose batch needs more; None for
+    a run shorter than any that was measured."""
     share = epochs / needed
     if share >= 1:
         return 0.0
     for (high, less), (low, more) in itertools.pairwise(_LOST):
-        if share >= low or (low, more) == _LOST[-1]:  # the last piece goes on
+        if share >= low:
             return less + (high - share) / (high - low) * (more - less)
-    raise AssertionError("the last piece has no end")
+    return None
+
+
+def cut_short(epochs: float, needed: float, batch: int) -> str | None:
+    """What a run with fewer epochs than its batch needs is expected to cost, in one sentence."""
+    lost = lost_points(epochs, needed)
+    if lost == 0:
+        return None
+    cost = f"more than {_LOST[-1][1]:g}" if lost is None else f"about {lost:.1f}"
+    return (
+        f"a batch of {batch:,} has {needed:.3g} epochs in its row: {epochs:g} are expected to cost "
+        f"{cost} points of top-1"
+    )

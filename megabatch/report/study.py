@@ -10,15 +10,23 @@ from collections.abc import Sequence
 from megabatch.report.against import Points, against_batch
 from megabatch.report.charts import Line, chart
 from megabatch.report.look import Section, dot, page, table, text
-from megabatch.report.named import Named
-from megabatch.report.numbers import UNKNOWN, count, duration, percent, short
+from megabatch.report.numbers import UNKNOWN, count, duration, percent
 from megabatch.report.pointing import SCRIPT
 from megabatch.report.settings import environment, settings
+from megabatch.report.study_settings import (
+    NOISE_NOTE,
+    RATES_NOTE,
+    first_runs,
+    noise,
+    ran_with,
+    rates,
+    unfinished,
+)
 from megabatch.study.arms import ARMS
 from megabatch.study.reading import reading
-from megabatch.study.results import Cell, Result, Study
+from megabatch.study.results import Cell, Study
 from megabatch.study.spread import Mean, mean
-from megabatch.study.trials import RECIPE, TUNING_SHARE
+from megabatch.study.trials import RECIPE
 
 _SHARES = (1.0, 0.98, 0.95, 0.9)
 """of the baseline's accuracy, that epochs are counted to"""
@@ -34,12 +42,12 @@ def study_page(study: Study, now: float | None = None) -> str:
         Section("Arms", _arms(study), _ARMS_NOTE),
         Section("Curves", _curves(study), "Top-1 against epochs: means over seeds."),
         Section("Time", _time(study, colours)),
-        Section("Rates", _rates(study), _RATES_NOTE),
-        Section("Gradient noise", _noise(study), _NOISE_NOTE),
-        Section("What each batch ran with", _ran_with(study)),
-        Section("Settings", settings(_first_runs(study))),
-        Section("Environment", environment(_first_runs(study)[:1])),
-        Section("Not finished", _unfinished(study)),
+        Section("Rates", rates(study), RATES_NOTE),
+        Section("Gradient noise", noise(study), NOISE_NOTE),
+        Section("What each batch ran with", ran_with(study)),
+        Section("Settings", settings(first_runs(study))),
+        Section("Environment", environment(first_runs(study)[:1])),
+        Section("Not finished", unfinished(study)),
     ]
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() if now is None else now))
     recipes = {str(r.run.config.get("name", "")) for c in study.cells for r in c.runs} - {""}
@@ -224,102 +232,6 @@ def _time(study: Study, colours: dict[str, int]) -> str:
 
 def _seconds(cells: Sequence[Cell]) -> list[float]:
     return [cell.summary("seconds").value for cell in cells]
-
-
-# --- rates and noise ---------------------------------------------------------------------------
-
-_RATES_NOTE = (
-    f"Chosen by {100 * TUNING_SHARE:g} % of the training images, held out by hash, while training "
-    f"on the rest; the validation images had no part in it. The runs above use the chosen rate and "
-    f"train on all training images."
-)
-
-
-def _rates(study: Study) -> str:
-    if not study.tried:
-        return ""
-    rows = []
-    chosen = study.chosen()
-    for run in study.tried:
-        best = run in chosen
-        top1 = percent(run.top1) if run.finished else ("failed" if run.failure else UNKNOWN)
-        rows.append(
-            (
-                text(run.arm),
-                f"{run.batch:,}",
-                f"{run.factor:g}",
-                short(run.rate),
-                f"<b>{top1}</b>" if best else top1,
-                "chosen" if best else "",
-            )
-        )
-    heads = ("", "batch", "times its own", "rate", "held-out top-1", "")
-    return table(heads, rows, words=1)
-
-
-_NOISE_NOTE = (
-    "The batch at which the gradient's noise and signal are even (McCandlish 2018): well below it "
-    "larger batches save steps in proportion, well above it hardly any."
-)
-
-
-def _noise(study: Study) -> str:
-    rows = []
-    if math.isfinite(study.forecast):
-        probe = study.probes[-1]
-        rows.append(
-            (f"forecast, after {probe.run.epoch:.3g} epochs", f"{probe.batch:,}",
-             count(study.forecast))
-        )  # fmt: skip
-    for cell in study.cells:
-        known = [r.noise_scale for r in cell.finished if math.isfinite(r.noise_scale)]
-        if cell.arm == RECIPE and known:
-            rows.append(("at the end of the run", f"{cell.batch:,}", count(mean(known).value)))
-    return table(("", "batch", "noise scale, images"), rows) if rows else ""
-
-
-# --- settings ----------------------------------------------------------------------------------
-
-
-def _ran_with(study: Study) -> str:
-    heads = ("", "batch", "optimizer", "peak rate", "warm-up", "decay", "momentum", "weight decay",
-             "epochs", "span", "micro")  # fmt: skip
-    rows = []
-    for cell in study.cells:
-        config = next((run.config for run in cell.runs if run.config is not None), None)
-        if config is None:
-            continue
-        chosen = config.optimizer
-        name = "sgd" if chosen.name == "lars" and not chosen.trust else chosen.name
-        rows.append(
-            (
-                text(cell.arm),
-                f"{cell.batch:,}",
-                text(name),
-                short(config.lr.peak(config.batch)),
-                f"{config.lr.warmup:.3g} epochs",
-                text(config.lr.decay),
-                f"{chosen.momentum:.4g}",
-                short(chosen.weight_decay),
-                f"{config.epochs:.4g}",
-                f"{config.span:,}",
-                f"{config.micro:,}",
-            )
-        )
-    return table(heads, rows) if rows else ""
-
-
-def _first_runs(study: Study) -> list[Named]:
-    """One run of each cell: their seeds are all that differs otherwise."""
-    runs = [next(iter(cell.finished or cell.runs)) for cell in study.cells]
-    return [Named(run.run.name, at, run.run) for at, run in enumerate(runs)]
-
-
-def _unfinished(study: Study) -> str:
-    runs: list[Result] = [r for c in study.cells for r in c.runs if not r.finished]
-    runs += [run for run in study.tried if not run.finished]
-    rows = [(text(run.run.name), text(run.failure or "under way, or stopped")) for run in runs]
-    return table(("run", "why"), rows, words=2) if rows else ""
 
 
 def _points(found: Mean) -> str:

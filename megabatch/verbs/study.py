@@ -11,7 +11,7 @@ import textwrap
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -232,12 +232,13 @@ def _rates(words: str) -> list[float]:
 def _tell(out: Path, ended: str, flags: Sweep) -> int:
     from megabatch.report.figure import error_figure
     from megabatch.report.study import study_page
+    from megabatch.report.study_rows import show
     from megabatch.study.reading import reading
     from megabatch.study.results import read
 
     study = read(out)
     rows = list(study.rows())
-    _show(rows)
+    show(rows)
     page, said = out / "report.html", reading(study)
     write_whole(page, study_page(study).encode(errors="replace"))
     recipe = next((r.run.config.get("name") for c in study.cells for r in c.runs), None)
@@ -266,42 +267,6 @@ def _tell(out: Path, ended: str, flags: Sweep) -> int:
         say("stopped on request: the same command goes on", progress=True)
         return STOPPED
     return FAILED if failed else DONE
-
-
-def _show(rows: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("arm", no_wrap=True)
-    for head in ("batch", "seeds", "top-1", "to baseline", "to recipe", "epochs to it"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for head in ("steps", "images/s", "time"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in rows:
-        failed = f" ({len(row['failed'])} failed)" if row["failed"] else ""
-        is_arm = row["arm"] != RECIPE
-        table.add_row(
-            row["arm"],
-            f"{row['batch']:,}",
-            f"{len(row['seeds'])}{failed}",
-            _spread(row["top1"], row["top1_half"], ".2f"),
-            _spread(row["to_baseline"], row["to_baseline_half"], "+.2f"),
-            _spread(row["to_recipe"], row["to_recipe_half"], "+.2f") if is_arm else "",
-            _spread(row["epochs_to_baseline"], None, ".1f"),
-            _spread(row["steps"], None, ",.0f"),
-            _spread(row["images_per_second"], None, ",.0f"),
-            _spread(row["seconds"], None, ",.1f"),
-        )
-    console = Console()
-    console.print(table) if console.is_terminal else Console(width=400).print(table)
-
-
-def _spread(value: float | None, half: float | None, form: str) -> str:
-    if value is None:
-        return "-"
-    return f"{value:{form}}" + (f" ± {half:.2f}" if half is not None else "")
 
 
 def _help() -> int:
