@@ -6,7 +6,6 @@ count-th time in its world (the run's so-manieth, or any) kills itself, unless s
 """
 
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -22,8 +21,6 @@ from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
 from megabatch.launch import run_local
 from megabatch.runs.folder import RunFolder
-from megabatch.sync import buckets
-from megabatch.sync.senders import Planned
 
 # Two switches of the batch, uneven numbers of micro-batches, averaged weights, an evaluation in
 # the middle of the run and a checkpoint before it.
@@ -61,9 +58,8 @@ MOMENTS = {
 }
 
 
-def train_dying(config, folder, deaths, how=signal.SIGKILL, late=600.0):
-    """As megabatch train's own worker; the heartbeat is patient for `late` seconds."""
-    buckets.Planned = functools.partial(Planned, late_seconds=late)
+def train_dying(config, folder, deaths, how=signal.SIGKILL):
+    """As megabatch train's own worker."""
     folder = Path(folder)
     for death in deaths:
         _arm(folder, death, how)

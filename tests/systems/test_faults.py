@@ -167,15 +167,16 @@ def test_sums_by_a_plan_are_given_up_at_once(plan, tmp_path, environ):
     assert indices == list(range(result(said)["steps"]))
 
 
-def test_a_worker_that_lives_but_lets_all_wait_is_ended(tmp_path, capfd):
-    """By the word of the heartbeat, which watches over sums by a plan."""
+@pytest.mark.parametrize("plan", ["backend", "torus"])
+def test_a_worker_that_lives_but_lets_all_wait_is_ended(plan, tmp_path, capfd):
+    """By the word of the heartbeat, which is patient ten times as long as with the silent."""
     death = ("before a step", 1, 3)
-    config = replace(dying.CONFIG, plan="torus", deterministic=False)
-    found = disturbed(tmp_path, death, config=config, how=dying.HANGS, late=3.0)
+    config = replace(dying.CONFIG, plan=plan, deterministic=plan == "backend", patience=2.0)
+    found = disturbed(tmp_path, death, config=config, how=dying.HANGS)
     assert died(tmp_path, death)
     assert [step for step, _ in dying.steps_of(tmp_path / "run")] == list(range(found.steps))
     said = capfd.readouterr().err
-    assert "rank 1 lives but let the others wait for 3 s" in said
+    assert "rank 1 lives but let the others wait for 20 s" in said
     assert "worker 1 of 3 ended by SIGKILL: loss 1 of 3, replaced" in said
 
 
