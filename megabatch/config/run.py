@@ -105,8 +105,9 @@ class Config:
     """steps between comparisons of the workers' weights, bit for bit; they are compared before each
     checkpoint too (0: never)"""
     patience: float = setting(60.0, least=0, most=86_400, may_change=True)
-    """seconds that a worker may be silent, dead or stopped, before the others name it and end; one
-    that lives may let them wait ten times as long (0: they wait for ever)"""
+    """seconds that a worker may be silent, dead or stopped, before the others name it and end, or a
+    local one is ended and replaced; one that lives may let them wait ten times as long (0: they
+    wait for ever)"""
     keep_best: bool = setting(False, may_change=True)
     """keep the checkpoint of the best top-1 too, beside the last ones: --best names it"""
     target_accuracy: float | None = setting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import textwrap
 import time
@@ -49,8 +50,6 @@ class Launch:
     """losses of local workers (killed, stopped) that the run survives: new ones take their place"""
     min_workers: int | None = None
     """go on with this many when no more are replaced (None: end)"""
-    silent_seconds: float = 30.0
-    """a local worker without a sign of life for so long is ended, and counts as lost"""
     log_mlperf: bool = False
     """also write the run's mlperf.log, which MLPerf's checker reads (open division)"""
     json: bool = False
@@ -103,7 +102,7 @@ def _run(arguments: list[str]) -> int:
         train_here,
         *call,
         stops=True,
-        losses=_losses(launch, workers),
+        losses=_losses(launch, workers, config),
         by_stage=workers if len(set(workers)) > 1 else (),
     )
     if first:
@@ -132,15 +131,13 @@ def _workers_of(launch: Launch, config: Config) -> tuple[int, ...]:
     return asked
 
 
-def _losses(launch: Launch, workers: tuple[int, ...]) -> Losses:
+def _losses(launch: Launch, workers: tuple[int, ...], config: Config) -> Losses:
     if launch.max_restarts < 0:
         raise UserError(f"--max-restarts is {launch.max_restarts}; give 0 or more")
     least, most = launch.min_workers, min(workers, default=MOST_WORKERS)
     if least is not None and not 1 <= least <= most:
         raise UserError(f"--min-workers is {least}; give 1 to {most}, the number of workers")
-    if not 1 <= launch.silent_seconds <= 1e6:
-        raise UserError(f"--silent-seconds is {launch.silent_seconds:g}; give 1 or more")
-    return Losses(launch.max_restarts, least, launch.silent_seconds)
+    return Losses(launch.max_restarts, least, config.patience or math.inf)
 
 
 def train_here(
