@@ -121,7 +121,7 @@ def _rounds(chaos: Chaos, config: Config, place: Path, disk: Path | None) -> lis
     written.write_text(config.to_json())
     # Lost workers are replaced, as often as it takes and as soon as they are silent.
     flags = ["--workers", str(chaos.workers), "--device", "cpu", "--json"]
-    flags += ["--max-restarts", "1000", "--patience", f"{_PATIENCE_SECONDS:g}"]
+    flags += ["--max-restarts", "1000"]
     command = [sys.executable, "-m", "megabatch.cli", "train", str(written), *flags]
     say(f"the undisturbed run, on {chaos.workers} workers")
     whole = undisturbed(Job(command, (disk or place) / "whole"))
