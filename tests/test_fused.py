@@ -1,7 +1,6 @@
 """The training pass by kernels against the plain net: logits, statistics, every gradient; and the
 trainer's step with it. Without a GPU, in Triton's interpreter, where Triton is installed."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -20,8 +19,6 @@ from megabatch.parts import assemble, prepared
 from megabatch.step import train_step
 from megabatch.sync.control import StepNumbers
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 pytest.importorskip("triton", reason="Triton is not installed: the fused pass was not checked")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

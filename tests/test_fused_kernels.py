@@ -1,8 +1,6 @@
 """Each kernel of the training pass against its plain twin in float64: forward, every gradient, odd
 shapes. Without a GPU they run in Triton's interpreter, where Triton is installed."""
 
-import os
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy as torch_cross_entropy
@@ -13,8 +11,6 @@ from megabatch.optim.lars_step import Settings
 from megabatch.optim.lars_step import update as update_plain
 from megabatch.sync.control import counts as counted
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 pytest.importorskip("triton", reason="Triton is not installed: no kernel was checked")
 
 

@@ -54,8 +54,7 @@ class StepFlags:
     graphs: Literal["auto", "always", "never"] = "auto"
     """as in training: replay passes as a CUDA graph"""
     rivals: bool = False
-    """beside it the net compiled whole with SGD (on a CPU also as it is), and the convolutions
-    alone"""
+    """beside it the net compiled whole with SGD, and the convolutions alone"""
     seconds: float = 2.0
     """to measure for, each size"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -59,7 +59,9 @@ class _Limits:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         most = _MOST if self.whole else _LARGEST
-        if value != 0 and not 1 / most < abs(value) < most:  # nan too
+        if not abs(value) < most:  # nan too
+            return False
+        if self.above == 0 and not 1 / most < value:  # something will be divided by it
             return False
         if self.whole and value != int(value):
             return False
