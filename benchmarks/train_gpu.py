@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ CASES = {
     "64": (f"{SMALL} --batch 4096 --micro 1024 --span 256", 120),
     "64small": (f"{SMALL} --batch 256 --micro 256 --span 256", 600),
     "alexnet": (f"{LARGE} --model alexnet_bn --data.size 227", 80),
+    "saves": (f"{LARGE} --span 32 --save-every 1", 120),
 }
 FIRST = 20
 """steps that are not counted"""
@@ -52,7 +54,8 @@ def command(case, pack, out):
         *(sys.executable, "-m", "megabatch.cli", "train", "mlperf", "--workers", "1"),
         *words,
         *data,
-        *f"--epochs {steps * batch / held:.3f} --lr.warmup 0 --eval-every 0 --save-every 0".split(),
+        *f"--epochs {steps * batch / held:.3f} --lr.warmup 0 --eval-every 0".split(),
+        *([] if "--save-every" in words else ["--save-every", "0"]),
         *("--out", str(out), "--json"),
     ]
 
@@ -72,11 +75,15 @@ def measured(case, pack):
         seconds = [line["batch"] / line["images_per_second"] for line in steps]
         shutil.copy(out / "metrics.jsonl", Path(tempfile.gettempdir()) / f"{case}.jsonl")
     late = seconds[FIRST:-1]  # the last is heard of after evaluation and checkpoint
+    epochs = [int(line["epoch"]) for line in steps]
+    # A checkpoint is begun after the last step of an epoch: the time of the next one has it.
+    after = [one for one, (e, f) in zip(late, pairwise(epochs[FIRST - 1 :])) if e != f]
     summary = json.loads(ran.stdout.splitlines()[-1])
     return {
         "command": " ".join(words[1:]),
         "images_per_second": steps[-1]["batch"] * len(late) / sum(late),
         "median_ms": statistics.median(late) * 1e3,
+        "first_of_an_epoch_ms": statistics.median(after) * 1e3 if after else None,
         "first_step_s": seconds[0],
         "around_the_run_s": whole - summary["seconds"],
         "steps": len(steps),
