@@ -77,7 +77,8 @@ def measured(case, pack):
     late = seconds[FIRST:-1]  # the last is heard of after evaluation and checkpoint
     epochs = [int(line["epoch"]) for line in steps]
     # A checkpoint is begun after the last step of an epoch: the time of the next one has it.
-    after = [one for one, (e, f) in zip(late, pairwise(epochs[FIRST - 1 :])) if e != f]
+    turns = [one != other for one, other in pairwise(epochs[FIRST - 1 : -1])]
+    after = [one for one, turned in zip(late, turns, strict=True) if turned]
     summary = json.loads(ran.stdout.splitlines()[-1])
     return {
         "command": " ".join(words[1:]),
