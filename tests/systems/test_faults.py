@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing import forkserver
 
 import dying
 import pytest
@@ -167,15 +168,24 @@ def test_sums_by_a_plan_are_given_up_at_once(plan, tmp_path, environ):
     assert indices == list(range(result(said)["steps"]))
 
 
+@pytest.fixture
+def heard_workers(capfd):
+    """What workers say on standard error too: the server they are forked from, which has the one
+    of its own start, is started anew."""
+    forkserver._forkserver._stop()
+    yield capfd
+    forkserver._forkserver._stop()
+
+
 @pytest.mark.parametrize("plan", ["backend", "torus"])
-def test_a_worker_that_lives_but_lets_all_wait_is_ended(plan, tmp_path, capfd):
+def test_a_worker_that_lives_but_lets_all_wait_is_ended(plan, tmp_path, heard_workers):
     """By the word of the heartbeat, which is patient ten times as long as with the silent."""
     death = ("before a step", 1, 3)
     config = replace(dying.CONFIG, plan=plan, deterministic=plan == "backend", patience=2.0)
     found = disturbed(tmp_path, death, config=config, how=dying.HANGS)
     assert died(tmp_path, death)
     assert [step for step, _ in dying.steps_of(tmp_path / "run")] == list(range(found.steps))
-    said = capfd.readouterr().err
+    said = heard_workers.readouterr().err
     assert "rank 1 lives but let the others wait for 20 s" in said
     assert "worker 1 of 3 ended by SIGKILL: loss 1 of 3, replaced" in said
 
