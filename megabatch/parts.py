@@ -147,6 +147,7 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
             f"the model ({type(net).__name__}) has no parameter that trains: set requires_grad on "
             f"some"
         )
+    net.train()
     settings = config.optimizer
     groups = parameter_groups(
         net,

@@ -143,8 +143,8 @@ def _train(
         parts = ending.enter_context(assemble(config, cluster, net, own=model is not None))
         folder = ending.enter_context(RunFolder(place, config, cluster))
         begun = passage.resumes and place is not None
-        state = folder.begin(resume or begun, parts, None if held is None else held.put(parts))
-        passage.begun()
+        memory = None if held is None else held.put(parts)
+        state = folder.begin(resume or begun, parts, memory, passage.begun)
         if train_set.class_names:
             folder.write("classes.json", list(train_set.class_names))
 
@@ -164,8 +164,8 @@ def _train(
         else:
             _say_first(log, config, cluster, notes, state, images)
         run = _Run(config, cluster, parts, loader, folder, log, state, facts, images)
-        if held is not None and run.reached:
-            run.ended = "target"
+        if held is not None:
+            run.go_on()
         ending.enter_context(passage.keeping(lambda: run.memory(train_set.left_out)))
         while True:
             run.settle()
@@ -221,11 +221,15 @@ class _Run:
     def over(self) -> bool:
         return self.last or self.ended != "finished"
 
-    @property
-    def reached(self) -> bool:
-        """Whether the last evaluation had the accuracy that was aimed at."""
+    def _reaches(self, found: dict[str, float]) -> bool:
+        """Whether an evaluation has the accuracy that is aimed at."""
         target = self.config.target_accuracy
-        return target is not None and self.state.evaluation["top1"] >= target
+        return target is not None and found["top1"] >= target
+
+    def go_on(self) -> None:
+        """From where another world of workers left the run, perhaps at its target."""
+        if self.state.evaluated_at == self.state.seen and self._reaches(self.state.evaluation):
+            self.ended = "target"
 
     def memory(self, left_out: tuple[int, ...]) -> Memory:
         """What the rest of the run depends on, as it is now."""
@@ -266,17 +270,21 @@ class _Run:
     def settle(self) -> None:
         """What is due after the last step, once: evaluate, save, say what was waited for."""
         state, config = self.state, self.config
-        if state.settled == state.steps:
+        # A run that is told to stop leaves what is due to who goes on with it.
+        if state.settled == state.steps or self.ended == "stopped":
             return
-        before, paused, best = self.delayed.last.epoch, time.perf_counter(), False
-        if self.ended == "finished" and (self.last or self._due(before, config.eval_every)):
-            best = self._evaluate() and config.keep_best
-            if self.reached:
-                self.ended = "target"
-        saves = not self.over and self._due(before, config.save_every)
+        before, paused, found = self.delayed.last.epoch, time.perf_counter(), None
+        if self.last or self._due(before, config.eval_every):
+            found = self._evaluate()
+        best = found is not None and config.keep_best and found["top1"] > state.best_top1
+        over = self.last or (found is not None and self._reaches(found))
+        saves = not over and self._due(before, config.save_every)
         compared = None
         if saves or best:
             compared = self.replicas.compare(state.steps, self.parts.replicated())
+        # From here on nothing waits for other workers: it is done as a whole, or not at all.
+        if found is not None:
+            self._take_in(found)
         state.settled = state.steps
         if saves or best:
             pending, seconds = self.delayed.state_later(), self.clock.seconds
@@ -289,8 +297,7 @@ class _Run:
         """Whether a multiple of `every` epochs was passed since an epoch."""
         return every > 0 and int(self.epoch / every) > int(before / every)
 
-    def _evaluate(self) -> bool:
-        """Returns whether it was the best so far."""
+    def _evaluate(self) -> dict[str, float]:
         state, parts, loader, cluster = self.state, self.parts, self.loader, self.cluster
         self.folder.wait()
         recompute_statistics(parts, loader, self.config.bn_recompute, cluster)
@@ -300,11 +307,16 @@ class _Run:
                 loader.validation(), held_out, cluster.world, state.steps, state.seen
             )
             waiting = parts.engine.blocked("the end of an evaluation")
-            found = score(parts.net, watched, held_out, self.config, cluster, waiting)
-            best = state.evaluated(found)
-        self.log.evaluation(state.steps, state.seen, self.epoch, state.evaluation)
-        self.log.layers(state.steps - 1, state.seen, parts.layers(), self.config.ratio_band)
-        return best
+            return score(parts.net, watched, held_out, self.config, cluster, waiting)
+
+    def _take_in(self, found: dict[str, float]) -> None:
+        """An evaluation, into the state and the log."""
+        state = self.state
+        state.evaluated(found)
+        if self._reaches(found):
+            self.ended = "target"
+        self.log.evaluation(state.steps, state.seen, self.epoch, found)
+        self.log.layers(state.steps - 1, state.seen, self.parts.layers(), self.config.ratio_band)
 
     def _judge(self) -> None:
         """Where the time of an epoch went, here and on the other workers."""
@@ -327,10 +339,10 @@ class _Run:
         compared = self.replicas.compare(state.steps, parts.replicated())
         folder.save(state, parts, seconds, self.delayed.state_later(), compared)
         self._read_comparison()
-        self._learn(self.delayed.take())
         folder.wait()
         with parts.engine.blocked("the end of the run"):
             cluster.barrier()
+        self._learn(self.delayed.take())
         rate = (state.seen - self.first_seen) / max(training_seconds, 1e-9)
         summary = Summary(
             **state.evaluation,

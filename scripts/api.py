@@ -80,6 +80,9 @@ def _methods(name: str, kind: type) -> list[str]:
         if one.startswith("_") or one in {field.name for field in _dataclass_fields(kind)}:
             continue
         plain = getattr(kind, one)
+        # torch puts a wrapper of its own into the class of an optimiser once there is one.
+        if getattr(plain, "__qualname__", f"{kind.__name__}.").split(".")[0] != kind.__name__:
+            continue
         if isinstance(value, property):
             says, shown = _first(value.fget), f"{name}.{one}"
         elif callable(plain):

@@ -1,7 +1,9 @@
 """Checkpoints: all state, bit for bit; nothing half written is ever taken for whole."""
 
 import json
+import os
 import shutil
+import signal
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from test_train import CONFIG
 from torch import nn
 
+from megabatch import training
 from megabatch.errors import UserError
 from megabatch.launch import run_local
 from megabatch.optim import LARS, parameter_groups
@@ -164,3 +167,44 @@ def test_a_run_is_not_overwritten_nor_resumed_as_another(finished):
 def test_resuming_where_nothing_is_yet_begins(tmp_path):
     config = replace(DETERMINISTIC, epochs=0.1, lr=replace(CONFIG.lr, warmup=0), stages=())
     assert train(config, out=tmp_path / "new", resume=True, quiet=True).steps == 2
+
+
+def test_a_stop_in_the_last_steps_leaves_the_evaluation_to_the_resumed_run(tmp_path, monkeypatch):
+    config = replace(DETERMINISTIC, eval_every=0, save_every=0)
+    whole = train(config, out=tmp_path / "whole", quiet=True)
+    steps, real = [], training.train_step
+
+    def told_to_stop(*arguments, **how):
+        steps.append(len(steps))
+        if len(steps) == whole.steps - 1:  # heard of a step later: after the last
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments, **how)
+
+    monkeypatch.setattr(training, "train_step", told_to_stop)
+    stopped = train(config, out=tmp_path / "run", quiet=True)
+    assert (stopped.ended, stopped.steps) == ("stopped", whole.steps)
+    resumed = train(config, out=tmp_path / "run", resume=True, quiet=True)
+    assert (resumed.ended, len(steps)) == ("finished", whole.steps)
+    assert (resumed.top1, resumed.loss) == (whole.top1, whole.loss)
+    assert resumed.weights_sha256 == whole.weights_sha256
+
+
+def test_damaged_newer_ones_do_not_push_out_what_is_written(tmp_path):
+    net, optimizer = trained(range(1))
+    held = Held(net, optimizer)
+    for seen in (100, 200, 300):
+        checkpoint.save(tmp_path, held, {"seen": seen, "steps": 1}, keep=3)
+    for seen in (200, 300):
+        (tmp_path / f"seen-{seen:012d}" / checkpoint.WEIGHTS).write_bytes(b"")
+    path = checkpoint.save(tmp_path, held, {"seen": 150, "steps": 1}, keep=1)
+    assert checkpoint.newest(tmp_path) == path
+    assert not (tmp_path / f"seen-{100:012d}").exists()
+
+
+@pytest.mark.parametrize("name", ["none", "another"])
+def test_a_restart_of_torchruns_does_not_go_on_with_somebody_elses_run(tmp_path, monkeypatch, name):
+    train(DETERMINISTIC, out=tmp_path, quiet=True)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(UserError, match="holds a run already"):
+        train(DETERMINISTIC, out=tmp_path, quiet=True)

@@ -66,7 +66,7 @@ def test_progress_and_the_table_go_to_standard_error(finished):
         assert words in result.stderr
     assert re.search(r"epoch +1\.\d\d +top-1", result.stderr)
     assert result.stderr.splitlines()[:3] == [
-        "starting 2 workers, which load torch first",
+        "starting 2 workers: torch is loaded first",
         "reading the images: digits",
         "building the model: small",
     ]

@@ -84,7 +84,7 @@ def run(arguments: list[str]) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda was asked for but torch sees no GPU: use --device cpu")
-    if any(micro < 1 for micro in flags.micro):
+    if not flags.micro or any(micro < 1 for micro in flags.micro):
         raise UserError(f"--micro is {' '.join(map(str, flags.micro))}; give 1 image and more")
     rows, beside = [], []
     print(f"measuring {flags.model} on {device}", file=sys.stderr, flush=True)

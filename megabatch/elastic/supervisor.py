@@ -229,7 +229,11 @@ class Supervisor:
             raise WorkerFailed(f"{name} ended {how}")
         self._break_up()
         self._complete()
-        self._say(f"{name} ended {how}", len(self._members))
+        self._say(f"{name} ended {how}", len(self._staying))
+
+    @property
+    def _staying(self) -> list[Member]:
+        return [member for member in self._members if not member.dismissed]
 
     def _over(self, member: Member) -> bool:
         """Whether the end of a worker is no loss: its work is done, or all of it is."""
@@ -238,7 +242,7 @@ class Supervisor:
 
     def _enough(self) -> bool:
         least = self._losses.least
-        return least is not None and len(self._members) >= max(1, least)
+        return least is not None and len(self._staying) >= max(1, least)
 
     def _say(self, what: str, left: int) -> None:
         if not self._losses.survivable:
@@ -279,9 +283,9 @@ class Supervisor:
     def _complete(self) -> None:
         """Start as many as are missing."""
         self._try_again = None
-        slots = {member.slot for member in self._members}
+        slots = {member.slot for member in self._staying}
         free = [slot for slot in range(self._wanted) if slot not in slots]
-        missing = self._wanted - len(self._members)
+        missing = self._wanted - len(self._staying)
         if self._lost > self._losses.most:
             missing = 0
         for slot in free[: max(0, missing)]:

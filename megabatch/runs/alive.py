@@ -13,10 +13,11 @@ from typing import Any
 _PROC = Path("/proc")
 
 
-def mark() -> dict[str, Any]:
-    """Of this process; empty where the system does not tell."""
-    began = _began(os.getpid())
-    return {**_where(), "pid": os.getpid(), "began": began} if began is not None else {}
+def mark(pid: int | None = None) -> dict[str, Any]:
+    """Of this process, or another; empty where the system does not tell."""
+    pid = os.getpid() if pid is None else pid
+    began = _began(pid)
+    return {**_where(), "pid": pid, "began": began} if began is not None else {}
 
 
 def gone(mark: object) -> bool:

@@ -80,17 +80,20 @@ def save(folder: Path, saved: Saved, state: dict[str, Any], keep: int) -> Path:
     return write_snapshot(folder, Snapshot(saved), state, keep)
 
 
-def write_snapshot(folder: Path, snapshot: Snapshot, state: dict[str, Any], keep: int) -> Path:
-    """Write a checkpoint named by state["seen"], which is JSON; the newest `keep` stay.
+def write_snapshot(
+    folder: Path, snapshot: Snapshot, state: dict[str, Any], keep: int, anew: bool = False
+) -> Path:
+    """Write a checkpoint named by state["seen"], which is JSON; the newest `keep` up to it stay.
 
-    A good one of that name stays as it is: a run that went no further has nothing new to save.
+    A good one of that name stays as it is, unless `anew`: a run that went no further has nothing
+    new to save.
     """
     final = folder / f"seen-{state['seen']:012d}"
     partial = folder / f".{final.name}.partial"
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(".seen-*"):  # by one that was killed while it saved
         shutil.rmtree(left, ignore_errors=True)
-    if final.exists() and _fault(final) is None:
+    if final.exists() and not anew and _fault(final) is None:
         return final
     try:
         _write(partial, snapshot, state)
@@ -101,7 +104,8 @@ def write_snapshot(folder: Path, snapshot: Snapshot, state: dict[str, Any], keep
         shutil.rmtree(partial, ignore_errors=True)  # on a full disk its space is wanted
         raise
     sync(folder)
-    for old in list(_newest_first(folder))[keep:]:
+    # Newer ones are damaged, or the run would have gone on from there: they do not count.
+    for old in [path for path in _newest_first(folder) if seen(path) <= seen(final)][keep:]:
         remove(old)
     return final
 
@@ -109,7 +113,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, state: dict[str, Any], keep
 def write_alone(folder: Path, snapshot: Snapshot, state: dict[str, Any]) -> Path:
     """The same, but it alone stays, whichever are newer: those are of a run that was resumed from
     before them."""
-    final = write_snapshot(folder, snapshot, state, keep=sys.maxsize)
+    final = write_snapshot(folder, snapshot, state, keep=sys.maxsize, anew=True)
     for other in _newest_first(folder):
         if other != final:
             remove(other)

@@ -53,6 +53,8 @@ class State:
     best_top1: float = 0.0
     last_top1s: list[float] = field(default_factory=list)
     """of the last evaluations, five at most"""
+    evaluated_at: int = -1
+    """images seen at the last evaluation in this world of workers or one before; -1: none"""
     settled: int = 0
     """steps after which all that was due (evaluation, checkpoint) is done"""
     seconds: float = 0.0
@@ -71,13 +73,11 @@ class State:
             self.batch = numbers.batch or batch
             self.proposed = following_batch(config, self.batch, self.noise.scale)
 
-    def evaluated(self, evaluation: dict[str, float]) -> bool:
-        """Take in an evaluation: the last, one of the last five; returns whether it is the best."""
-        better = evaluation["top1"] > self.best_top1
-        self.evaluation = evaluation
+    def evaluated(self, evaluation: dict[str, float]) -> None:
+        """Take in an evaluation: the last, perhaps the best, one of the last five."""
+        self.evaluation, self.evaluated_at = evaluation, self.seen
         self.best_top1 = max(self.best_top1, evaluation["top1"])
         self.last_top1s = [*self.last_top1s, evaluation["top1"]][-5:]
-        return better
 
     @staticmethod
     def of(saved: dict[str, Any], stages: int) -> State:
@@ -94,6 +94,7 @@ class State:
         told = [number for _, row in state.pending for number in row]
         if not (
             all(type(count) is int and count >= 0 for count in counts)
+            and (type(state.evaluated_at) is int and state.evaluated_at >= -1)
             and all(type(number) in (int, float) for number in (*numbers, *told))
             and all(map(math.isfinite, (state.seconds, state.best_top1, *state.last_top1s)))
             and state.evaluation.keys() == State().evaluation.keys()
@@ -109,7 +110,6 @@ class State:
 
 _SCALE = [one.name for one in fields(StepNumbers)].index("loss_scale") - 1
 """where the loss scale stands in a waiting step's numbers"""
-_RUN_ID, _RESTARTS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
 _OTHERS_SECONDS = 5.0
 """the workers of a run that was killed need a moment to end"""
 
@@ -142,14 +142,21 @@ class RunFolder:
         if self._writes and isinstance(error, OSError) and error.errno in full:
             raise self._cannot(error) from error
 
-    def begin(self, resume: bool, saved: Saved, held: State | None = None) -> State:
+    def begin(
+        self,
+        resume: bool,
+        saved: Saved,
+        held: State | None = None,
+        begun: Callable[[], object] = lambda: None,
+    ) -> State:
         """The state a run begins with: nothing seen, or the newest good checkpoint's, or what its
-        workers hold of it."""
+        workers hold of it. `begun` is called before the folder is first written to."""
         if self.path is None:
             if resume:
                 raise UserError("resume was asked for but no run folder was named: give out")
+            begun()
             return held or State()
-        found = self._cluster.agree(lambda: self._open(resume))
+        found = self._cluster.agree(lambda: self._open(resume, begun))
         state = held or State()
         if found is not None and held is None:
             with checkpoint.fitting(found):
@@ -160,7 +167,7 @@ class RunFolder:
             drop_after(self.path / "metrics.jsonl", evaluated, state.steps - len(state.pending))
         return state
 
-    def _open(self, resume: bool) -> Path | None:
+    def _open(self, resume: bool, begun: Callable[[], object]) -> Path | None:
         assert self.path is not None
         written, config = self.path / "config.json", self._config.to_json()
         try:
@@ -176,10 +183,11 @@ class RunFolder:
             metrics = self.path / "metrics.jsonl"
             if metrics.exists() and not is_plain(metrics):
                 raise UserError(f"{metrics} is not a plain file: remove it")
+            begun()
             if not written.exists() or written.read_text() != config:
                 write_whole(written, config.encode())
             environs = {**environment(), "world": self._cluster.world, "process": mark()}
-            environs["launch"] = os.environ.get(_RUN_ID)
+            environs["launch"] = _launch()
             _write_json(self.path / "environment.json", environs)
         except OSError as error:
             raise UserError(
@@ -191,13 +199,10 @@ class RunFolder:
         """Whether torchrun has started these workers anew, for the run that is here: one failed, or
         a host came or went."""
         assert self.path is not None
-        if int(os.environ.get(_RESTARTS) or 0) > 0:
-            return True
-        launch = os.environ.get(_RUN_ID)
+        launch = _launch()
         try:
             found = json.loads(read_plain(self.path / "environment.json", 1 << 20))
-            # "none": it was given no name.
-            return launch not in (None, "", "none") and bool(found["launch"] == launch)
+            return launch is not None and bool(found["launch"] == launch)
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return False
 
@@ -330,3 +335,12 @@ def _write_json(path: Path, record: dict[str, Any] | list[str]) -> None:
             for name, value in record.items()
         }
     write_whole(path, (json.dumps(record, indent=2) + "\n").encode())
+
+
+def _launch() -> Any:
+    """What all rounds of one torchrun have in common, and no other: the name it was given, or the
+    agent that starts this host's workers. None without torchrun."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name in (None, "", "none"):  # it was given no name
+        return None if name is None else mark(os.getppid())
+    return name

@@ -77,7 +77,10 @@ class Log:
         if out is not None:
             metrics = out / "metrics.jsonl"
             if recent:
-                drop_after(metrics, recent[0][1]["seen"], recent[0][1]["step"])
+                kind, first = recent[0]
+                # What is written again goes: a step by its number, else by the images seen.
+                seen_before = first["seen"] - (kind != "train")
+                drop_after(metrics, seen_before, first["step"])
             self._own = [JsonLines(metrics), TensorBoard(out / "tensorboard")]
         self._images, self._first_seen = images, seen
         about = {

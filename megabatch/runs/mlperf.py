@@ -25,6 +25,8 @@ class MLPerf:
         self._target: float | None = None
 
     def begin(self, about: Mapping[str, Any]) -> None:
+        if self._file is not None:  # the run goes on with other workers
+            return
         config, environment = about["config"], about["environment"]
         self._file = self._path.open("w")
         self._every = config["eval_every"] or config["epochs"]

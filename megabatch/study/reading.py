@@ -43,6 +43,8 @@ def _largest_kept(study: Study, larger: list[Cell]) -> Cell | None:
 
 
 def _kept(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
+    if len(base.finished) < 2:  # nothing is concluded from one seed
+        return
     most = _largest_kept(study, larger)
     if most is not None:
         yield (

@@ -104,6 +104,10 @@ def _read_flags(name: str, arguments: list[str]) -> tuple[Chaos, Config]:
     chaos, config = flags.chaos, flags.config.check()
     if not config.deterministic:
         raise UserError("weights are compared bit for bit: drop --no-deterministic")
+    if not chaos.kinds:
+        raise UserError(f"--kinds names none: give some of {', '.join(KINDS)}")
+    if config.patience == 0 and "stop" in chaos.kinds:
+        raise UserError("a stopped worker would be waited for for ever: give a --patience above 0")
     for kind in chaos.kinds:
         if kind not in KINDS:
             raise UserError(f"there is no kind of fault {kind!r}: {nearest(kind, KINDS)}")

@@ -98,6 +98,8 @@ def _run(arguments: list[str]) -> int:
                 say(sentence, progress=True)
     name = next(iter(plan.configs.values())).name
     out = flags.out or f"runs/study-{name}"
+    if (Path(out) / "config.json").exists():
+        raise UserError(f"{out} is the folder of a run: name another --out for the study")
     call = (plan, out, flags)
     first, ended = on_workers(flags.workers, flags.device, 2, study_here, *call, stops=True)
     if not first:
@@ -141,6 +143,12 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Plan, Sweep]:
     if not batches:
         raise UserError("study needs batches: --batches 256,1024,4096, say")
     arm_batches = _batches(flags.arm_batches, "arm-batches") or batches
+    if flags.arm_batches and not flags.arms:
+        raise UserError("--arm-batches is for arms: name some with --arms")
+    if alone := [batch for batch in arm_batches if batch not in batches]:
+        raise UserError(
+            f"--arm-batches has {alone[0]}, which --batches has not: nothing to compare"
+        )
     if not 1 <= flags.seeds <= 1000:
         raise UserError(f"--seeds is {flags.seeds}; give 1 to 1000")
     at_batch = {

@@ -43,7 +43,7 @@ def on_workers(
         return function(*arguments)
     workers = gpus(device) or without_gpu if asked is None else asked
     check_workers(workers)
-    say(f"starting {_workers(workers)}, which load torch first", progress=True)
+    say(f"starting {_workers(workers)}: torch is loaded first", progress=True)
     if workers == 1 and not by_stage:
         return function(*arguments)
     return run_local(workers, function, *arguments, stops=stops, losses=losses, by_stage=by_stage)
