@@ -27,6 +27,7 @@ def run(line):
     )
 
 
+@pytest.mark.systems
 @pytest.mark.parametrize("which", LINES)
 def test_the_loop_learns(which):
     done = run(LINES[which])

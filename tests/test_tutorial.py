@@ -58,6 +58,7 @@ def smaller(words):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.systems
 def test_the_tutorial_from_beginning_to_end(tmp_path):
     pictures.folder(tmp_path / "pictures", classes=("ant", "bee"), each=40, val=4)
     assert (tmp_path / "pictures" / "val" / "ant").is_dir()
