@@ -6,14 +6,12 @@ Tiny ImageNet, `tiny30` at 4,096, seed by seed, first by kernels and then withou
 """
 
 import argparse
-import datetime
 import json
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-import torch
+from machine import machine
 
 import megabatch as mb
 from megabatch import passes
@@ -50,13 +48,7 @@ def main():
     config = replace(config, data=replace(config.data, path=arguments.pack), eval_every=0)
     if arguments.epochs != config.epochs:
         config = config.resized(epochs=arguments.epochs)
-    found = {
-        "chip": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "runs": [],
-    }
+    found = {**machine(), "runs": []}
     for ours in (True, False):
         for seed in range(arguments.seeds):
             found["runs"].append(trained(config, seed, ours))

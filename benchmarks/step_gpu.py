@@ -7,15 +7,13 @@ nothing else.
 """
 
 import argparse
-import datetime
 import json
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
+from machine import machine
 
 import megabatch as mb
 from megabatch.bench.rivals import plain_step
@@ -76,17 +74,6 @@ def measured(step, batch, seconds):
         "host_ms": statistics.median(host) * 1e3,
         "first_s": first,
         "peak_gib": torch.cuda.max_memory_reserved() / 2**30,
-    }
-
-
-def machine():
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return {
-        "chip": torch.cuda.get_device_name(),
-        "driver": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
     }
 
 

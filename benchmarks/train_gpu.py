@@ -7,7 +7,6 @@ metrics.jsonl after the first steps, and what came before the first step is star
 """
 
 import argparse
-import datetime
 import json
 import shutil
 import statistics
@@ -18,7 +17,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-import torch
+from machine import machine
 
 # flags of each case, and how many steps it takes
 LARGE = "--batch 1024 --micro 1024 --span 1024 --precision bf16 --data.size 224"
@@ -91,17 +90,6 @@ def measured(case, pack):
         "loss": steps[-1]["loss"],
         "peak_share": summary["peak_share"],
         "said": ran.stderr[-1500:],
-    }
-
-
-def machine():
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return {
-        "chip": torch.cuda.get_device_name(),
-        "driver": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
     }
 
 
