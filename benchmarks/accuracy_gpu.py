@@ -8,6 +8,7 @@ Tiny ImageNet, `tiny30` at 4,096, seed by seed, first by kernels and then withou
 import argparse
 import json
 import statistics
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +18,19 @@ import megabatch as mb
 from megabatch import passes
 
 
-def trained(config, seed, ours):
-    own = passes.fusable
-    if not ours:
-        passes.fusable = lambda *_: False
+@contextmanager
+def without_kernels():
+    """The plain net: no pass by kernels of our own."""
+    own, passes.fusable = passes.fusable, lambda *_: False
     try:
-        summary = mb.train(replace(config, seed=seed, compile="always"), quiet=True)
+        yield
     finally:
         passes.fusable = own
+
+
+def trained(config, seed, ours):
+    with nullcontext() if ours else without_kernels():
+        summary = mb.train(replace(config, seed=seed, compile="always"), quiet=True)
     return {
         "way": "kernels" if ours else "plain, compiled",
         "seed": seed,
