@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ports import free_ports
+from waiting import PATIENCE_SECONDS
 
 from megabatch.cluster import LAUNCHERS, Cluster, grid_of, place_by, under_launcher
 from megabatch.errors import UserError, WorkerFailed
 from megabatch.launch import run_local
 
 BIN = Path(sys.executable).parent
-PATIENCE_SECONDS = 120  # for what takes one or two on a quiet machine
 
 
 # ---------------------------------------------------------------- who a worker is
@@ -216,9 +217,7 @@ def listener(ports):
 
 
 def test_joining_leaves_the_launchers_variables_as_they_were():
-    with listener([0]) as taken:
-        port = taken.getsockname()[1]
-    assert run_local(2, join_twice, port) is True
+    assert run_local(2, join_twice, free_ports(1)[0]) is True
 
 
 def join_twice(port):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 import megabatch
 
@@ -30,7 +31,7 @@ def run(command, where, text=None):
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(where)},
-        timeout=240,
+        timeout=PATIENCE_SECONDS,
     )
     assert found.returncode == 0, found.stderr + found.stdout
     return found

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from waiting import PATIENCE_SECONDS, gone, running, until
 
 from megabatch.cluster import Cluster
 from megabatch.errors import UserError, WorkerFailed
 from megabatch.launch import run_local
-
-PATIENCE_SECONDS = 120  # for what takes one or two on a quiet machine
 
 
 def test_the_result_is_the_first_workers_and_all_of_them_ran(tmp_path):
@@ -80,7 +79,7 @@ def test_the_worker_that_failed_is_named_and_the_others_end(how, tmp_path):
     error, words = FAILURES[how]
     with pytest.raises(error, match=words):
         run_local(4, fail, how, tmp_path)
-    assert gone(pids(tmp_path, 4))
+    assert not any(map(running, pids(tmp_path, 4)))
 
 
 def fail(how, folder):
@@ -115,30 +114,12 @@ def nameless():
 
 def pids(folder, count):
     """The processes that noted themselves, once all have."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
-        noted = [path.read_text() for path in folder.iterdir() if path.name.isdigit()]
-        if len(noted) == count and all(noted):
-            return [int(pid) for pid in noted]
-        time.sleep(0.05)
-    raise AssertionError(f"{count} workers did not start")
 
+    def noted():
+        found = [path.read_text() for path in folder.iterdir() if path.name.isdigit()]
+        return found if len(found) == count and all(found) else None
 
-def gone(processes, patience=0.0):
-    deadline = time.monotonic() + patience
-    while left := [pid for pid in processes if running(pid)]:
-        if time.monotonic() > deadline:
-            return not left
-        time.sleep(0.05)
-    return True
-
-
-def running(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"  # one whose parent was killed may wait for someone to take note
+    return [int(pid) for pid in until(noted, f"the start of {count} workers")]
 
 
 # A process of its own, so that it can be killed: this file is its module.
@@ -154,7 +135,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
         workers = pids(tmp_path, 3)
         family = [*workers, *children(parent.pid)]
         parent.kill()
-    assert gone(family, PATIENCE_SECONDS)
+    assert gone(family)
 
 
 def sleep(folder):
@@ -241,14 +222,11 @@ def test_a_second_ctrl_c_ends_workers_that_do_not_heed_the_first(tmp_path):
         workers = pids(tmp_path, 2)
         os.killpg(parent.pid, signal.SIGINT)
         heard = [tmp_path / f"heard-{rank}" for rank in range(2)]
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not all(path.exists() for path in heard):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: all(path.exists() for path in heard), "the first request", parent)
         assert parent.poll() is None and all(map(running, workers))
         os.killpg(parent.pid, signal.SIGINT)
         _, said = parent.communicate(timeout=PATIENCE_SECONDS)
-    assert gone(workers, PATIENCE_SECONDS)
+    assert gone(workers)
     assert said.splitlines()[-1] == "KeyboardInterrupt"
     assert "WorkerFailed" not in said
 

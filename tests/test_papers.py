@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 import megabatch as mb
 from megabatch.bench.ratios import RatioFlags, first_step
@@ -86,7 +87,7 @@ def test_a_quick_command_runs_as_it_stands(command, tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout or done.stderr
