@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from commands import megabatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ports import free_ports
@@ -332,24 +333,18 @@ TRAIN = ["train", "digits", "--epochs", "1", "--deterministic", "--device", "cpu
 
 
 def test_under_torchrun_the_same_line_gives_the_same_weights(tmp_path):
-    alone = [sys.executable, "-m", "megabatch.cli", *TRAIN, "--workers", "1"]
     workers = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "megabatch.cli"]
-    lines = [alone, [*workers, *TRAIN]]
     environ = {name: value for name, value in os.environ.items() if name not in torchrun(*"0000")}
-    environ["GLOO_SOCKET_IFNAME"] = "lo"
-    runs = [
-        subprocess.Popen(
-            [*line, "--out", tmp_path / f"{index}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
-        for index, line in enumerate(lines)
-    ]
-    said = [run.communicate(timeout=PATIENCE_SECONDS) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], said
+    together = subprocess.run(
+        [*workers, *TRAIN, "--out", tmp_path / "two"],
+        capture_output=True,
+        text=True,
+        env={**environ, "GLOO_SOCKET_IFNAME": "lo"},
+        timeout=PATIENCE_SECONDS,
+    )
+    alone = megabatch(*TRAIN, "--workers", "1", "--out", tmp_path / "one")
+    assert (alone.returncode, together.returncode) == (0, 0), together.stderr
     # On standard output over all ranks: one sentence and the summary.
-    one, two = (json.loads(out.split("\n", 1)[1]) for out, _ in said)
+    one, two = (json.loads(run.stdout.split("\n", 1)[1]) for run in (alone, together))
     assert (one["world"], two["world"]) == (1, 2)
     assert one["weights_sha256"] == two["weights_sha256"]

@@ -199,11 +199,7 @@ class Shared(dict):
 
 
 SEVERED = """
-import os, socket, sys
-from megabatch.elastic import heeding
-from megabatch.elastic.heeding import HeedingStore
-from megabatch.elastic.rounds import agree
-from megabatch.elastic.severing import sever
+import socket
 with socket.create_server(("127.0.0.1", 0)) as server:
     print(server.getsockname()[1], flush=True)
     connection = server.accept()[0]
