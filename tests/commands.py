@@ -8,6 +8,8 @@ import subprocess
 import sys
 from subprocess import CompletedProcess
 
+from waiting import PATIENCE_SECONDS
+
 from megabatch.cli import main
 
 MEGABATCH = [sys.executable, "-m", "megabatch.cli"]
@@ -32,7 +34,9 @@ def megabatch(*arguments, cwd=None):
 def megabatch_process(*arguments, cwd=None, **options):
     """The same by a process of its own, workers' words and all."""
     words = [*MEGABATCH, *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, cwd=cwd, timeout=240, **options)
+    return subprocess.run(
+        words, capture_output=True, text=True, cwd=cwd, timeout=PATIENCE_SECONDS, **options
+    )
 
 
 def last_json(result, status=0):

@@ -8,10 +8,14 @@ count-th time in its world (the run's so-manieth, or any) kills itself, unless s
 import contextlib
 import json
 import os
+import shutil
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+
+from waiting import until
 
 from megabatch import training
 from megabatch.batch import Stage
@@ -168,13 +172,37 @@ def children(parent):
     return found
 
 
-def await_steps(run, count, process, patience=120):
+@contextlib.contextmanager
+def held(line, run, first, last):
+    """The command that trains in folder `run`, and its workers, while they stand still: from step
+    `first` on, before they come to step `last`. Nothing goes on without the one that is stopped; a
+    run that was faster than whoever looked is begun again."""
+    while True:
+        command = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        workers = workers_of(command.pid) if await_steps(run, first, command) else []
+        for worker in workers[-1:]:
+            os.kill(worker, signal.SIGSTOP)
+        # Of what was summed already the first worker may still be writing.
+        if workers and _written(run) + 1 < last:
+            break
+        command.kill()
+        command.communicate()
+        shutil.rmtree(run, ignore_errors=True)
+    try:
+        yield command, workers
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(workers[-1], signal.SIGCONT)
+
+
+def await_steps(run, count, process):
     """Until a run has written so many steps; False if it ended before."""
-    deadline = time.monotonic() + patience
-    while process.poll() is None:
-        with contextlib.suppress(OSError):
-            if (run / "metrics.jsonl").read_text().count('"kind": "train"') >= count:
-                return True
-        assert time.monotonic() < deadline, f"{run} did not come to step {count}"
-        time.sleep(0.005)
-    return False
+    until(lambda: _written(run) >= count or process.poll() is not None, f"step {count} of {run}")
+    return process.poll() is None
+
+
+def _written(run):
+    """Steps that a run has told of, perhaps while it writes of another."""
+    with contextlib.suppress(OSError):
+        return (run / "metrics.jsonl").read_text().count('"kind": "train"')
+    return 0

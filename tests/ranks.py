@@ -13,6 +13,7 @@ import traceback
 from multiprocessing.connection import Client, Listener, wait
 
 import torch
+from waiting import PATIENCE_SECONDS
 
 from megabatch.cluster import Cluster
 from megabatch.launch import run_local
@@ -22,7 +23,7 @@ class RankFailed(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
-def run_ranks(function, n, *arguments, timeout=120):
+def run_ranks(function, n, *arguments, timeout=PATIENCE_SECONDS):
     """Results by rank. The workers are a world of exactly n and stay for the next call."""
     if n not in _standing:
         _dismiss()  # one world at a time: two cores
@@ -46,6 +47,7 @@ class Workers:
         self._folder = tempfile.TemporaryDirectory(prefix="megabatch-ranks-")
         path = os.path.join(self._folder.name, "socket")
         with Listener(path, "AF_UNIX", backlog=n) as listener:
+            listener._listener._socket.settimeout(PATIENCE_SECONDS)
             self._launch = threading.Thread(
                 target=_ignoring_the_end, args=(run_local, n, serve, path), daemon=True
             )
@@ -87,7 +89,7 @@ class Workers:
 def serve(path):
     """A worker's life: join the others, then run what comes until the pipe closes."""
     torch.set_num_threads(1)
-    cluster = Cluster.from_env(device="cpu", timeout_seconds=60)
+    cluster = Cluster.from_env(device="cpu", timeout_seconds=PATIENCE_SECONDS / 2)
     pipe = Client(path, "AF_UNIX")
     pipe.send(cluster.rank)
     while True:

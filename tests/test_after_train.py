@@ -15,6 +15,7 @@ import pytest
 import torch
 from test_train import CONFIG, WithDropout
 from torch import nn
+from waiting import PATIENCE_SECONDS
 
 import megabatch as mb
 from megabatch.cluster import Cluster
@@ -278,16 +279,15 @@ def runs(folder, plan):
 
 
 def at_rest(wanted=None):
-    """What is left when threads and connections that are ending have ended: the same twice, or what
-    is wanted."""
-    deadline, last = time.monotonic() + 10, None
-    while time.monotonic() < deadline:
-        now = left()
-        if now == (last if wanted is None else wanted):
+    """What is left when threads and connections that are ending have ended: the same for a while,
+    or what is wanted."""
+    deadline, found = time.monotonic() + PATIENCE_SECONDS / 4, [left()]
+    while time.monotonic() < deadline and found[-1] != wanted:
+        if wanted is None and len(found) > 10 and all(one == found[-1] for one in found[-10:]):
             break
-        last = now
         time.sleep(0.05)
-    return now
+        found.append(left())
+    return found[-1]
 
 
 def test_ten_runs_in_one_process_leave_nothing(tmp_path):

@@ -8,19 +8,23 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from waiting import state, until
 
 from megabatch.chaos.faults import KINDS, Ask, Damage, Fill, Kill, Stop, schedule
 from megabatch.chaos.job import Job, small_disk
 from megabatch.chaos.rounds import disturbed, undisturbed
 from megabatch.cli import main
+from megabatch.durable import write_whole
 from megabatch.errors import RunFailed
 
 STEPS = 40
-# Goes on from its metrics, as a run does from a checkpoint; on request it ends with status 3.
+# Goes on from its metrics, as a run does from a checkpoint; on request it ends with status 3. It
+# takes no more steps than a file beside its folder allows, so that nothing strikes too late.
 COUNTING = f"""
 import json, pathlib, signal, sys, time
 asked = []
@@ -28,16 +32,18 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda *_: asked.append(1))
 out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
 out.mkdir(exist_ok=True)
+allowed = out.with_name("allowed")
 metrics = out / "metrics.jsonl"
 lines = metrics.read_text().splitlines() if metrics.exists() else []
 lines = [line for line in lines if line.endswith("}}")]
 metrics.write_text("".join(line + "\\n" for line in lines))
 try:
     for step in range(len(lines), {STEPS}):
+        while not asked and allowed.exists() and int(allowed.read_text() or 0) < step:
+            time.sleep(0.002)
         with metrics.open("a") as file:
             line = {{"kind": "train", "step": step, "seen": 10 * step, "more": "x" * 300}}
             file.write(json.dumps(line) + "\\n")
-        time.sleep(0.02)
         if asked:
             sys.exit(3)
 except OSError as error:
@@ -63,10 +69,37 @@ FAULTS = [
 ]
 
 
+@dataclass
+class Awaited:
+    """A fault that a job waits for; struck, it may go on to the next."""
+
+    fault: Any
+    next: float
+
+    @property
+    def at(self):
+        return self.fault.at
+
+    def strike(self, job):
+        self.fault.strike(job)
+        allow(job.out, STEPS * self.next)
+
+
+def struck(one, faults, say=print):
+    ends = [*(fault.at for _, fault in faults[1:]), 1]
+    awaited = [(kind, Awaited(fault, end)) for (kind, fault), end in zip(faults, ends, strict=True)]
+    allow(one.out, STEPS * faults[0][1].at)
+    return disturbed(one, awaited, WHOLE, say)
+
+
+def allow(out, steps):
+    write_whole(out.with_name("allowed"), f"{round(steps)}".encode())
+
+
 def test_every_kind_strikes_and_the_job_ends_as_if_undisturbed(tmp_path):
     assert undisturbed(job(tmp_path / "whole")) == WHOLE
     said = []
-    outcome = disturbed(job(tmp_path / "run"), FAULTS, WHOLE, said.append)
+    outcome = struck(job(tmp_path / "run"), FAULTS, said.append)
     assert outcome.equal
     assert outcome.struck == {kind: 1 for kind, _ in FAULTS}
     assert outcome.begun == 6  # a delay is no end
@@ -77,7 +110,7 @@ def test_other_weights_and_steps_taken_twice_are_not_equal(tmp_path):
     other = {**WHOLE, "weights_sha256": "abd"}
     assert not disturbed(job(tmp_path / "other"), [], other, print).equal
     twice = COUNTING.replace("range(len(lines), ", "range(max(0, len(lines) - 3), ")
-    assert not disturbed(job(tmp_path / "twice", twice), FAULTS[:1], WHOLE, print).equal
+    assert not struck(job(tmp_path / "twice", twice), FAULTS[:1]).equal
 
 
 def test_an_end_that_no_fault_explains_is_a_failure(tmp_path):
@@ -88,22 +121,22 @@ def test_an_end_that_no_fault_explains_is_a_failure(tmp_path):
 
 
 @contextmanager
-def running(out):
-    with job(out) as one:
+def running(out, disk=None):
+    """A job that waits after its third step."""
+    allow(out, 2)
+    with job(out, disk=disk) as one:
         one.start(resume=False)
-        deadline = time.monotonic() + 60
-        while one.seen() < 20:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: one.seen() == 20, "the third step")
         yield one
 
 
 def test_a_stopped_job_stands_still_until_it_is_let_go_on(tmp_path):
     with running(tmp_path / "run") as one:
         Stop(0.0, 0, 0.3).strike(one)
-        stood = one.seen()
-        while one.seen() in (stood, stood + 10):  # a step may have been on its way
-            one.tend()
+        until(lambda: state(one._process.pid) == "T", "the stop")
+        allow(one.out, 10)
+        assert one.seen() == 20
+        until(lambda: one.tend() or one.seen() == 100, "more steps")
         assert one.status is None
 
 
@@ -157,17 +190,13 @@ def test_a_small_disk_fills_and_is_let_go_of(tmp_path):
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         if disk is None:
             pytest.skip("mounting needs root")
-        with job(disk / "run", disk=disk) as one:
-            one.start(resume=False)
-            while one.seen() < 20:
-                time.sleep(0.01)
+        with running(disk / "run", disk) as one:
             one.fill_disk()
-            while one.status is None:
-                time.sleep(0.01)
+            (disk / "allowed").unlink()
+            until(lambda: one.status is not None, "its end")
             assert one.status == 1 and "No space left" in one.last_words()
             one.start(resume=True)  # room is made
-            while one.status is None:
-                time.sleep(0.01)
+            until(lambda: one.status is not None, "its end")
             assert one.result == WHOLE and one.steps() == list(range(STEPS))
     mounts = subprocess.run(["mount"], capture_output=True, text=True).stdout
     assert str(tmp_path) not in mounts
@@ -177,6 +206,5 @@ def test_lines_that_are_no_json_are_no_result(tmp_path):
     one = job(tmp_path, "print(json.dumps([1]) if 0 else '[1]')")
     with one:
         one.start(resume=False)
-        while one.status is None:
-            time.sleep(0.01)
+        until(lambda: one.status is not None, "its end")
     assert one.result == {} and json.loads("[1]") == [1]

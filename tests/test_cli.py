@@ -4,18 +4,19 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 from commands import MEGABATCH, last_json, megabatch, megabatch_process
+from dying import held
 from PIL import Image
+from waiting import PATIENCE_SECONDS
 
 from megabatch import models, recipes
 from megabatch.cli import VERBS, main
@@ -98,29 +99,6 @@ def test_another_number_of_workers_has_the_same_weights(finished, tmp_path):
     assert list((tmp_path / "runs").glob("digits-*/metrics.jsonl"))
 
 
-def wait_for(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
-
-
-def processes_of(mark):
-    """The processes of a command and their parents, by its mark in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/status"):
-        try:
-            name = dict(
-                line.split(":\t", 1) for line in path.read_text().splitlines() if ":\t" in line
-            )
-            environ = (path.parent / "environ").read_bytes()
-        except OSError:
-            continue
-        if f"MEGABATCH_TEST={mark}".encode() in environ:
-            found.append((int(name["Pid"]), int(name["PPid"])))
-    return found
-
-
 THREE_EPOCHS = ["--epochs", "3", "--device", "cpu", "--deterministic", "--json"]
 
 
@@ -135,26 +113,12 @@ def uninterrupted(tmp_path_factory):
 def test_a_signal_leaves_a_checkpoint_and_the_rest_is_as_if_nothing_happened(
     uninterrupted, tmp_path, target, number
 ):
-    own = os.getpid()
-    mark = f"{target}-{int(number)}-{own}"
     line = ["train", "digits", *THREE_EPOCHS, "--out", str(tmp_path / "run")]
-    command = subprocess.Popen(
-        [*MEGABATCH, *line, "--workers", "3"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "MEGABATCH_TEST": mark},
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 5)
-    if target == "command":
-        command.send_signal(number)
-    else:
-        # The server that forks them is the command's child, they are its: any of them will do.
-        workers = [pid for pid, parent in processes_of(mark) if parent not in (command.pid, own)]
+    on_three = [*MEGABATCH, *line, "--workers", "3"]
+    with held(on_three, tmp_path / "run", 5, uninterrupted["steps"] - 5) as (command, workers):
         assert len(workers) == 3
-        os.kill(workers[-1], number)
-    stdout, stderr = command.communicate(timeout=120)
+        os.kill(command.pid if target == "command" else random.choice(workers), number)
+    stdout, stderr = command.communicate(timeout=PATIENCE_SECONDS)
     assert command.returncode == 3, stderr
     stopped = json.loads(stdout.splitlines()[-1])
     assert stopped["ended"] == "stopped"
@@ -205,7 +169,7 @@ def test_ctrl_c_while_workers_start_leaves_a_checkpoint(tmp_path, workers):
     )
     assert command.stderr.readline().startswith(f"starting {workers} worker")
     os.killpg(command.pid, signal.SIGINT)  # as a terminal does it: to everyone
-    stdout, stderr = command.communicate(timeout=120)
+    stdout, stderr = command.communicate(timeout=PATIENCE_SECONDS)
     assert command.returncode == 3, stderr
     assert stdout.startswith("stopped on request (--resume goes on)")
     assert list((tmp_path / "run" / "checkpoints").iterdir())

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from waiting import PATIENCE_SECONDS
 
 from megabatch.plans import TORUS, through
 from megabatch.sync.ddp import GradSync
@@ -88,7 +89,7 @@ def belongings():
 def ten_times(cluster, name):
     """What there is more of than before."""
     MAKERS[name](cluster)  # what torch itself keeps is made
-    before, deadline = belongings(), time.monotonic() + 20
+    before, deadline = belongings(), time.monotonic() + PATIENCE_SECONDS / 4
     for _ in range(10):
         MAKERS[name](cluster)
     while True:

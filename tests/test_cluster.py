@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from commands import megabatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ports import free_ports
+from waiting import PATIENCE_SECONDS
 
 from megabatch.cluster import LAUNCHERS, Cluster, grid_of, place_by, under_launcher
 from megabatch.errors import UserError, WorkerFailed
 from megabatch.launch import run_local
 
 BIN = Path(sys.executable).parent
-PATIENCE_SECONDS = 120  # for what takes one or two on a quiet machine
 
 
 # ---------------------------------------------------------------- who a worker is
@@ -216,9 +218,7 @@ def listener(ports):
 
 
 def test_joining_leaves_the_launchers_variables_as_they_were():
-    with listener([0]) as taken:
-        port = taken.getsockname()[1]
-    assert run_local(2, join_twice, port) is True
+    assert run_local(2, join_twice, free_ports(1)[0]) is True
 
 
 def join_twice(port):
@@ -333,24 +333,18 @@ TRAIN = ["train", "digits", "--epochs", "1", "--deterministic", "--device", "cpu
 
 
 def test_under_torchrun_the_same_line_gives_the_same_weights(tmp_path):
-    alone = [sys.executable, "-m", "megabatch.cli", *TRAIN, "--workers", "1"]
     workers = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "megabatch.cli"]
-    lines = [alone, [*workers, *TRAIN]]
     environ = {name: value for name, value in os.environ.items() if name not in torchrun(*"0000")}
-    environ["GLOO_SOCKET_IFNAME"] = "lo"
-    runs = [
-        subprocess.Popen(
-            [*line, "--out", tmp_path / f"{index}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
-        for index, line in enumerate(lines)
-    ]
-    said = [run.communicate(timeout=PATIENCE_SECONDS) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], said
+    together = subprocess.run(
+        [*workers, *TRAIN, "--out", tmp_path / "two"],
+        capture_output=True,
+        text=True,
+        env={**environ, "GLOO_SOCKET_IFNAME": "lo"},
+        timeout=PATIENCE_SECONDS,
+    )
+    alone = megabatch(*TRAIN, "--workers", "1", "--out", tmp_path / "one")
+    assert (alone.returncode, together.returncode) == (0, 0), together.stderr
     # On standard output over all ranks: one sentence and the summary.
-    one, two = (json.loads(out.split("\n", 1)[1]) for out, _ in said)
+    one, two = (json.loads(run.stdout.split("\n", 1)[1]) for run in (alone, together))
     assert (one["world"], two["world"]) == (1, 2)
     assert one["weights_sha256"] == two["weights_sha256"]

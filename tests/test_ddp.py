@@ -14,6 +14,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from waiting import PATIENCE_SECONDS
 
 from megabatch.errors import UserError
 from megabatch.plans import HIERARCHICAL, PLANS, RING, THREE_PHASE, TORUS, through
@@ -178,7 +179,7 @@ def test_the_example_adds_at_most_five_lines_and_learns():
         [*command, "--nproc-per-node", "2", str(EXAMPLE)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
         env=environment,
     )
     assert done.returncode == 0, done.stderr

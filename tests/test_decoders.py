@@ -4,6 +4,7 @@ happens."""
 import contextlib
 import gc
 import io
+import itertools
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ import pytest
 import simplejpeg
 import torch
 from PIL import Image
+from waiting import until
 
 from megabatch.batch import Step, steps
 from megabatch.cluster import Cluster
@@ -73,14 +75,6 @@ def decoding(monkeypatch):
     return running
 
 
-def until(found, seconds=60):
-    """Wait for something, with a deadline; what it was."""
-    deadline = time.monotonic() + seconds
-    while not found() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found()
-
-
 def started(loader):
     """The first process, which only waits, and those that decode, once all of them are there."""
     decoders, processes = loader._decoders, loader.threads + 1
@@ -89,16 +83,14 @@ def started(loader):
         decoders.exchange(wait=True)
         return len(decoders.processes) == processes
 
-    assert until(all_there)
+    until(all_there)
     return decoders.processes
 
 
-def read_on(loader, seconds=60):
-    """Steps without end, until something is wrong or the deadline."""
-    deadline, index = time.monotonic() + seconds, 1
-    while time.monotonic() < deadline:
-        list(loader.share(Step(index, 40 * index, 40, 0.0, 0)))
-        index += 1
+def read_on(loader):
+    """Steps without end, until something is wrong."""
+    index = itertools.count(1)
+    until(lambda: not list(loader.share(Step(n := next(index), 40 * n, 40, 0.0, 0))), "a failure")
 
 
 # --- the same images
@@ -164,9 +156,12 @@ def test_a_step_that_nobody_foresaw_frees_what_was_read_for_another(packs):
         del micro
         gc.collect()
         read_ahead = len(loader._reading)
-        deadline = time.monotonic() + 60
-        while len(slots._free) < free - read_ahead and time.monotonic() < deadline:
+
+        def all_free():
             loader._decoders.exchange(wait=True)
+            return len(slots._free) >= free - read_ahead
+
+        until(all_free)
         assert len(slots._free) == free - read_ahead
 
 
@@ -215,7 +210,7 @@ def test_a_process_that_is_killed_ends_the_run_in_words(packs, decoding, which):
         }[which]
         with pytest.raises(RunFailed, match=words):
             read_on(loader)
-    assert until(lambda: not decoding())
+    until(lambda: not decoding())
 
 
 def test_nobody_waits_for_a_process_that_the_first_cannot_report_any_more(packs, decoding):
@@ -227,21 +222,22 @@ def test_nobody_waits_for_a_process_that_the_first_cannot_report_any_more(packs,
         os.kill(first, signal.SIGKILL)
         with pytest.raises(RunFailed, match=r"processes ended \(exit status -9\)"):
             read_on(loader)
-    assert until(lambda: not decoding())
+    until(lambda: not decoding())
 
 
 @pytest.mark.parametrize("stopped", [[0], [1], [1, 2], [0, 1, 2]])
 def test_processes_that_are_stopped_are_noticed_and_named(packs, decoding, monkeypatch, stopped):
-    monkeypatch.setattr(pool, "STOPPED_SECONDS", 2.0)
+    monkeypatch.setattr(pool, "STOPPED_SECONDS", 0.5)
+    monkeypatch.setattr(pool, "_LOOK_SECONDS", 0.2)
     with loading(packs / "jpeg.arrow") as (loader, _):
         list(loader.share(Step(0, 0, 40, 0.0, 0)))
         chosen = [started(loader)[number] for number in stopped]
         for process in chosen:
             os.kill(process, signal.SIGSTOP)
         names = ", ".join(map(str, chosen))
-        with pytest.raises(RunFailed, match=rf"process {names} has been stopped for 2 s"):
+        with pytest.raises(RunFailed, match=rf"process {names} has been stopped for 0.5 s"):
             read_on(loader)
-    assert until(lambda: not decoding())
+    until(lambda: not decoding())
 
 
 def test_a_short_stop_is_no_failure(packs):
@@ -251,15 +247,13 @@ def test_a_short_stop_is_no_failure(packs):
         for process in processes:
             os.kill(process, signal.SIGSTOP)
         held = loader._decoders.split(TRAINING).submit(4000, 40)
-        while loader._decoders._looked == looked:  # it was seen
-            held.done()
+        until(lambda: held.done() or loader._decoders._looked != looked, "a look at them")
         assert loader._decoders._stopped_since is not None
         for process in processes:
             os.kill(process, signal.SIGCONT)
         assert len(held.result().labels) == 40
         looked = loader._decoders._looked
-        while loader._decoders._looked == looked:
-            loader._decoders.exchange(wait=True)
+        until(lambda: loader._decoders.exchange(wait=True) or loader._decoders._looked != looked)
         assert loader._decoders._stopped_since is None
 
 
@@ -292,7 +286,7 @@ def test_a_signal_to_the_whole_group_does_not_reach_them(packs):
 def test_processes_end_with_the_loader_and_with_a_killed_owner(packs, decoding):
     with loading(packs / "jpeg.arrow") as (loader, _):
         list(loader.share(Step(0, 0, 40, 0.0, 0)))
-    assert until(lambda: not decoding())
+    until(lambda: not decoding())
     script = f"""
 import os, signal, torch
 from test_decoders import *
@@ -303,7 +297,7 @@ with loading({str(packs / "jpeg.arrow")!r}) as (loader, _):
     here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run([sys.executable, "-c", script], env=os.environ | here)
     assert done.returncode == -signal.SIGKILL
-    assert until(lambda: not decoding())
+    until(lambda: not decoding())
 
 
 def test_a_script_without_a_main_guard_is_not_run_again(packs, tmp_path):

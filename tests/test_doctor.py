@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from megabatch import doctor
 from megabatch.doctor import child, machine, network, software
@@ -31,7 +32,7 @@ def run(folder, *arguments, **broken_modules):
         text=True,
         env={**clean, "PYTHONPATH": str(folder), "COLUMNS": "200"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
-        timeout=240,
+        timeout=PATIENCE_SECONDS,
     )
 
 

@@ -1,5 +1,7 @@
 """A run that loses workers ends by itself, with the weights and the record it would have had."""
 
+import json
+import os
 import random
 import signal
 import socket
@@ -11,7 +13,9 @@ from datetime import timedelta
 import dying
 import pytest
 import torch.distributed as dist
+from commands import MEGABATCH, last_json, megabatch
 from dying import died, disturbed
+from waiting import PATIENCE_SECONDS
 
 from megabatch.elastic import heeding
 from megabatch.elastic.heeding import HeedingStore
@@ -121,28 +125,25 @@ def test_the_number_of_workers_changes_with_the_batch(whole, tmp_path):
     assert found.world == 2
 
 
-MEGABATCH = [sys.executable, "-m", "megabatch.cli", "train", "digits", "--deterministic", "--json"]
+TRAIN = ["train", "digits", "--deterministic", "--json", "--epochs", "1"]
 
 
 def test_the_command_survives_a_kill_from_outside(tmp_path):
     """At a random step, whichever worker; the seed is printed where it fails."""
     seed = random.randrange(1000)
     chance = random.Random(seed)
-    flags = [*MEGABATCH, "--epochs", "1"]
-    run = tmp_path / "run"
-    line = [*flags, "--workers", "3", "--out", str(run)]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as training:
-        assert dying.await_steps(run, chance.randint(1, 15), training)
-        victim = chance.choice(dying.workers_of(training.pid))
-        subprocess.run(["kill", "-KILL", str(victim)], check=True)
-        out, said = training.communicate(timeout=120)
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    whole = last_json(megabatch(*TRAIN, "--workers", "1", "--out", alone))
+    steps = dying.steps_of(alone)
+    line = [*MEGABATCH, *TRAIN, "--workers", "3", "--out", str(run)]
+    with dying.held(line, run, chance.randint(1, 15), len(steps)) as (training, workers):
+        os.kill(chance.choice(workers), signal.SIGKILL)
+    out, said = training.communicate(timeout=PATIENCE_SECONDS)
     assert training.returncode == 0, said
-    assert b"ended by SIGKILL: loss 1 of 3, replaced" in said
-    line = [*flags, "--workers", "1", "--out", str(tmp_path / "alone")]
-    alone = subprocess.run(line, capture_output=True, check=True).stdout
-    weights = [said.rpartition(b"weights_sha256")[2][:70] for said in (out, alone)]
-    assert weights[0] == weights[1], f"seed {seed}"
-    assert dying.steps_of(run) == dying.steps_of(tmp_path / "alone")
+    assert "ended by SIGKILL: loss 1 of 3, replaced" in said
+    found = json.loads(out.splitlines()[-1])
+    assert found["weights_sha256"] == whole["weights_sha256"], f"seed {seed}"
+    assert dying.steps_of(run) == steps
 
 
 def test_a_store_that_heeds_losses_is_a_store(tmp_path, monkeypatch):
@@ -198,11 +199,7 @@ class Shared(dict):
 
 
 SEVERED = """
-import os, socket, sys
-from megabatch.elastic import heeding
-from megabatch.elastic.heeding import HeedingStore
-from megabatch.elastic.rounds import agree
-from megabatch.elastic.severing import sever
+import socket
 with socket.create_server(("127.0.0.1", 0)) as server:
     print(server.getsockname()[1], flush=True)
     connection = server.accept()[0]
@@ -219,9 +216,9 @@ def test_only_connections_with_the_named_processes_are_shut():
     ports = [int(peer.stdout.readline()) for peer in peers]
     mine = [socket.create_connection(("127.0.0.1", port)) for port in ports]
     sever([peers[0].pid])
-    assert peers[0].communicate(timeout=60)[0] == "end\n"
+    assert peers[0].communicate(timeout=PATIENCE_SECONDS)[0] == "end\n"
     assert mine[0].recv(1) == b""
     mine[1].send(b"x")
-    assert peers[1].communicate(timeout=60)[0] == "byte\n"
+    assert peers[1].communicate(timeout=PATIENCE_SECONDS)[0] == "byte\n"
     for one in mine:
         one.close()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
+from waiting import PATIENCE_SECONDS
 
 from megabatch import plans
 from megabatch.errors import UserError
@@ -328,7 +329,7 @@ def test_all_ranks_hold_the_same_bits_after_a_half_wire(via):
 # ---------------------------------------------------------------- thousands of ranks, and one
 
 
-def test_a_rank_of_3456_has_its_program_in_a_few_seconds():
+def test_a_rank_of_3456_has_its_program_sooner_than_torch():
     script = """if True:
         import time, torch, torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -336,7 +337,7 @@ def test_a_rank_of_3456_has_its_program_in_a_few_seconds():
         from megabatch.sync.execute import Pipeline
         from megabatch.sync.program import program
         from megabatch.plans import PLANS, TORUS, through
-        began = time.process_time()
+        imports = time.process_time()
         dist.init_process_group("fake", store=FakeStore(), rank=1234, world_size=3456)
         cluster = Cluster(1234, 3456, 2, 4, torch.device("cpu"), (48, 72))
         pipeline = Pipeline(cluster, number=1)  # such a store holds no meeting
@@ -344,15 +345,14 @@ def test_a_rank_of_3456_has_its_program_in_a_few_seconds():
             program(plan, 48, 72, 1234)
             pipeline.submit(plan, torch.ones(100)).wait()
         phases = program(through(TORUS, "ring"), 48, 72, 1234)
-        print([len(phase.exchanges) for phase in phases], time.process_time() - began)
+        print([len(phase.exchanges) for phase in phases])
+        print(time.process_time() - imports < imports)
         """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert done.returncode == 0, done.stderr
-    steps, seconds = done.stdout.rsplit(" ", 1)
-    assert steps == "[71, 94, 71]"
-    assert float(seconds) < 5
+    assert done.stdout.splitlines() == ["[71, 94, 71]", "True"]
 
 
 def test_a_sum_on_its_way_ends_once_and_says_how():

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from started import note_pid
+from waiting import PATIENCE_SECONDS, gone, running, until
 
 from megabatch.cluster import Cluster
 from megabatch.errors import UserError, WorkerFailed
 from megabatch.launch import run_local
-
-PATIENCE_SECONDS = 120  # for what takes one or two on a quiet machine
 
 
 def test_the_result_is_the_first_workers_and_all_of_them_ran(tmp_path):
@@ -33,10 +33,6 @@ def note_and_sum(folder):
     dist.all_gather(ranks, torch.tensor([cluster.rank]))
     cluster.leave()
     return cluster.rank, cluster.world, [int(rank) for rank in ranks], cluster.grid
-
-
-def note_pid(folder):
-    (folder / os.environ["RANK"]).write_text(f"{os.getpid()}")
 
 
 def test_workers_begin_in_the_callers_folder(tmp_path, monkeypatch):
@@ -80,7 +76,7 @@ def test_the_worker_that_failed_is_named_and_the_others_end(how, tmp_path):
     error, words = FAILURES[how]
     with pytest.raises(error, match=words):
         run_local(4, fail, how, tmp_path)
-    assert gone(pids(tmp_path, 4))
+    assert not any(map(running, pids(tmp_path, 4)))
 
 
 def fail(how, folder):
@@ -115,51 +111,28 @@ def nameless():
 
 def pids(folder, count):
     """The processes that noted themselves, once all have."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
-        noted = [path.read_text() for path in folder.iterdir() if path.name.isdigit()]
-        if len(noted) == count and all(noted):
-            return [int(pid) for pid in noted]
-        time.sleep(0.05)
-    raise AssertionError(f"{count} workers did not start")
+
+    def noted():
+        found = [path.read_text() for path in folder.iterdir() if path.name.isdigit()]
+        return found if len(found) == count and all(found) else None
+
+    return [int(pid) for pid in until(noted, f"the start of {count} workers")]
 
 
-def gone(processes, patience=0.0):
-    deadline = time.monotonic() + patience
-    while left := [pid for pid in processes if running(pid)]:
-        if time.monotonic() > deadline:
-            return not left
-        time.sleep(0.05)
-    return True
-
-
-def running(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"  # one whose parent was killed may wait for someone to take note
-
-
-# A process of its own, so that it can be killed: this file is its module.
+# A process of its own, so that it can be killed.
 def launcher(call, **options):
-    code = f"import test_local_workers as tests; from megabatch.launch import run_local; {call}"
+    code = f"import started; from megabatch.launch import run_local; {call}"
     return subprocess.Popen(
         [sys.executable, "-c", code], cwd=Path(__file__).parent, text=True, **options
     )
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path):
-    with launcher(f"run_local(3, tests.sleep, {str(tmp_path)!r})") as parent:
+    with launcher(f"run_local(3, started.sleep, {str(tmp_path)!r})") as parent:
         workers = pids(tmp_path, 3)
         family = [*workers, *children(parent.pid)]
         parent.kill()
-    assert gone(family, PATIENCE_SECONDS)
-
-
-def sleep(folder):
-    note_pid(Path(folder))
-    time.sleep(10 * PATIENCE_SECONDS)
+    assert gone(family)
 
 
 def children(parent):
@@ -176,27 +149,13 @@ def children(parent):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_passed_on_to_every_worker(number, tmp_path):
     """Each worker answers with the signal it got; the launcher itself goes on to collect them."""
-    call = f"print(run_local(2, tests.await_signal, {str(tmp_path)!r}))"
+    call = f"print(run_local(2, started.await_signal, {str(tmp_path)!r}))"
     with launcher(call, stdout=subprocess.PIPE) as parent:
         pids(tmp_path, 2)
         parent.send_signal(number)
         said, _ = parent.communicate(timeout=PATIENCE_SECONDS)
     assert parent.returncode == 0
     assert said == f"{[number.value, number.value]}\n"
-
-
-def await_signal(folder):
-    got = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: got.append(number))
-    note_pid(Path(folder))
-    while not got:
-        time.sleep(0.01)
-    cluster = Cluster.from_env(device="cpu")
-    said = [None] * cluster.world
-    dist.all_gather_object(said, got[0])
-    cluster.leave()
-    return said
 
 
 def test_what_workers_print_is_not_lost():
@@ -207,7 +166,7 @@ def test_what_workers_print_is_not_lost():
 
 def test_four_workers_start_and_meet_sooner_than_one_interpreter_imports_torch():
     run_local(1, os.getpid)  # starts the server
-    imports = "import torch, torch._dynamo, torch.distributed, megabatch.training"
+    imports = "import megabatch.training"
 
     def seconds(call):
         began = time.monotonic()
@@ -236,33 +195,15 @@ def meet():
 
 def test_a_second_ctrl_c_ends_workers_that_do_not_heed_the_first(tmp_path):
     """The first reaches a worker twice, from the terminal and from the launcher, and is one."""
-    call = f"run_local(2, tests.hear_and_go_on, {str(tmp_path)!r})"
+    call = f"run_local(2, started.hear_and_go_on, {str(tmp_path)!r})"
     with launcher(call, stderr=subprocess.PIPE, start_new_session=True) as parent:
         workers = pids(tmp_path, 2)
         os.killpg(parent.pid, signal.SIGINT)
         heard = [tmp_path / f"heard-{rank}" for rank in range(2)]
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not all(path.exists() for path in heard):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: all(path.exists() for path in heard), "the first request", parent)
         assert parent.poll() is None and all(map(running, workers))
         os.killpg(parent.pid, signal.SIGINT)
         _, said = parent.communicate(timeout=PATIENCE_SECONDS)
-    assert gone(workers, PATIENCE_SECONDS)
+    assert gone(workers)
     assert said.splitlines()[-1] == "KeyboardInterrupt"
     assert "WorkerFailed" not in said
-
-
-def hear_and_go_on(folder):
-    from megabatch.stopping import stop_requests
-
-    with stop_requests(speaks=False) as asked:
-        note_pid(Path(folder))
-        while not asked():
-            time.sleep(0.01)
-        # What comes later than this is a second request.
-        ends = time.monotonic() + 0.7
-        while time.monotonic() < ends:
-            time.sleep(0.05)
-        (Path(folder) / f"heard-{os.environ['RANK']}").touch()
-        time.sleep(10 * PATIENCE_SECONDS)

@@ -70,7 +70,7 @@ def test_it_stays_while_the_scale_is_unknown():
 # A share so large that the batch grows as fast as it may.
 GROWING = replace(
     CONFIG,
-    epochs=2,
+    epochs=1,
     batch=32,
     stages=(),
     deterministic=True,

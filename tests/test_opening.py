@@ -3,7 +3,6 @@
 import gzip
 import io
 import os
-import signal
 import subprocess
 import sys
 import tarfile
@@ -14,7 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megabatch.batch import steps
+from megabatch.batch import Step, steps
 from megabatch.cli import main
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
@@ -24,6 +23,7 @@ from megabatch.data.opening import open_sources
 from megabatch.data.origins import expanding, open_origin
 from megabatch.data.packing import pack
 from megabatch.errors import UserError
+from megabatch.launch import run_local
 
 PHOTOS = Data(size=12, channels=3, crop_area=(0.2, 1.0), threads=2)
 CONFIG = Config(batch=12, micro=4, span=4, epochs=2, data=PHOTOS)
@@ -288,31 +288,22 @@ def test_a_tar_in_a_tar_in_disguise(tmp_path):
 # --- a pack that shrinks
 
 
+def read_on_while_it_is_cut_off(path, processes):
+    config = config_of(path, processes=processes, resident="never")
+    train, val = open_sources(config)
+    with Loader(train, val, config, ALONE, torch.float32) as loader:
+        list(loader.share(Step(0, 0, 12, 0.0, 0)))
+        os.truncate(path, 5000)
+        for index in range(1, 1000):
+            list(loader.share(Step(index, 12 * index, 12, 0.0, 0)))
+
+
 @pytest.mark.parametrize("processes", ["never", "always"])
 @pytest.mark.parametrize("name", ["jpeg.arrow", "raw.arrow"])
 def test_a_pack_that_is_cut_off_while_it_is_read_is_named(tmp_path, name, processes):
-    """In a process of its own: a map of the file would end it by SIGBUS."""
     path = pictures.packed(tmp_path, each=30, val=5, size=(70, 90), raw=64) / name
-    script = f"""
-import os, torch
-from megabatch.batch import Step
-from test_opening import *
-config = config_of({str(path)!r}, processes={processes!r}, resident="never")
-train, val = open_sources(config)
-with Loader(train, val, config, ALONE, torch.float32) as loader:
-    list(loader.share(Step(0, 0, 12, 0.0, 0)))
-    os.truncate({str(path)!r}, 5000)
-    try:
-        for index in range(1, 1000):
-            list(loader.share(Step(index, 12 * index, 12, 0.0, 0)))
-    except UserError as error:
-        print(error)
-"""
-    here = {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | here, capture_output=True, text=True
-    )
-    assert done.returncode != -signal.SIGBUS and done.returncode == 0, done.stderr
-    assert "is damaged: it was cut off while it was in use" in done.stdout, done.stdout
+    # In a process of its own: a map of the file would end it by SIGBUS.
+    with pytest.raises(UserError, match="is damaged: it was cut off while it was in use"):
+        run_local(1, read_on_while_it_is_cut_off, path, processes)
     with pytest.raises(UserError, match="5,000 bytes and should have"):
         open_sources(config_of(path))

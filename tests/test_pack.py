@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import itertools
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ import pytest
 import scipy.io
 from PIL import Image
 from pyarrow import parquet
+from waiting import PATIENCE_SECONDS
 
 from megabatch.cli import main
 from megabatch.data import arrow, packing
@@ -498,7 +500,9 @@ def test_two_cannot_pack_into_one_file(source, tmp_path):
 
 def test_killed_while_packing(tmp_path):
     root = pictures.folder(tmp_path / "set", each=40, val=0, size=(300, 400))
-    for attempt in range(20):  # a machine that is busy elsewhere may see only the end of it
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    for attempt in itertools.count():  # one that is busy elsewhere may see only the end of it
+        assert time.monotonic() < deadline
         out = tmp_path / f"{attempt}.arrow"
         command = [sys.executable, "-m", "megabatch.cli", "pack", str(root), str(out),
                    "--size", "200", "--threads", "1"]  # fmt: skip

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import megabatch
+from waiting import PATIENCE_SECONDS
 
 import megabatch as mb
 from megabatch.bench.ratios import RatioFlags, first_step
@@ -79,15 +81,17 @@ def test_a_command_that_needs_imagenet_would_be_accepted(command):
 @pytest.mark.parametrize("command", QUICK)
 def test_a_quick_command_runs_as_it_stands(command, tmp_path):
     program, *words = shlex.split(command)
-    module = ["-m", "megabatch.cli"] if program == "megabatch" else []
-    done = subprocess.run(
-        [sys.executable, *module, *words],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    if program == "megabatch":
+        done = megabatch(*words, cwd=tmp_path)
+    else:
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+        )
     assert done.returncode == 0, done.stderr
     assert done.stdout or done.stderr
 

@@ -125,7 +125,6 @@ def test_missing_files_are_told(tmp_path):
     assert record.read(folder).faults == ["environment.json is missing", "metrics.jsonl is missing"]
 
 
-@pytest.mark.timeout(20)
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
     folder = made_up(tmp_path / "run")
     (folder / "metrics.jsonl").unlink()

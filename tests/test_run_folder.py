@@ -7,19 +7,19 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from ports import free_ports
 from run_folders import real_run
 from test_checkpoint import Held, trained
 from test_train import CONFIG
+from waiting import PATIENCE_SECONDS, until
 
 from megabatch import cli
 from megabatch.cluster import Cluster
@@ -30,7 +30,6 @@ from megabatch.runs import checkpoint, folder, record
 from megabatch.runs.folder import RunFolder, State
 from megabatch.runs.loggers import drop_after
 
-PATIENCE_SECONDS = 200  # for what takes a few on a quiet machine
 ALONE = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
 
 
@@ -466,14 +465,6 @@ def start(place, *arguments, **options):
     )  # fmt: skip
 
 
-def wait_until(holds, process):
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not holds():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def hears_sigterm(process):
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
@@ -486,9 +477,10 @@ def test_sigterm_while_a_run_starts_ends_it_with_a_checkpoint(workers, tmp_path,
     command = ("-m", "megabatch.cli", "train", "digits", "--workers", f"{workers}", "--device")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with start(short_tmp, *command, "cpu", "--out", str(out), **pipes) as run:
-        wait_until(
+        until(
             # The folder is made before the first worker is.
             (lambda: hears_sigterm(run)) if workers == 1 else (lambda: any(short_tmp.iterdir())),
+            "the run hears signals",
             run,
         )
         run.terminate()
@@ -537,8 +529,7 @@ def test_local_workers_listen_on_loopback_only():
 
 
 def test_a_store_at_a_loopback_address_listens_there_alone():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    (port,) = free_ports(1)
     assert "00000000000000000000000000000000" not in run_local(2, listening_at, port)
     assert run_local(2, listening_at, port).count("0100007F") == 2  # the store's and gloo's
 

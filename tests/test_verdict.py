@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_train import CONFIG
 from torch import nn
+from waiting import PATIENCE_SECONDS, until
 
 from megabatch.batch import steps
 from megabatch.cluster import Cluster
@@ -78,7 +79,7 @@ class Asked(Memory):
         self.seconds, self.allowed, self.done = seconds, threading.Semaphore(0), []
 
     def read(self, indices, draws):
-        assert self.allowed.acquire(timeout=60)
+        assert self.allowed.acquire(timeout=PATIENCE_SECONDS)
         began = time.perf_counter()
         time.sleep(self.seconds)
         found = super().read(indices, draws)
@@ -113,7 +114,7 @@ def test_a_loader_counts_what_is_waited_for():
     news."""
     source = Asked(0.03)
     waited, busy, seen = measured(source, lambda _: source.allowed.release())
-    assert 0.5 * 8 * 0.03 < waited <= sum(seen[1:])
+    assert 0.5 * sum(seen[1:]) < waited <= sum(seen[1:])
     assert busy >= 9 * 0.03
 
 
@@ -124,9 +125,7 @@ def test_a_loader_counts_no_work_that_is_hidden():
     def computing(index):
         source.allowed.release()
         if index > 0:  # nothing is read before the first is asked for
-            end = time.monotonic() + 60
-            while len(source.done) <= index and time.monotonic() < end:
-                time.sleep(1e-3)
+            until(lambda: len(source.done) > index, "the reading of it")
 
     waited, busy, seen = measured(source, computing)
     assert waited <= sum(seen[1:])
@@ -309,14 +308,14 @@ STRAGGLER = (
 
 
 class Slow(nn.Sequential):
-    """A net that takes its time, on one rank a fifth more."""
+    """A net that takes its time, on one rank three times as much."""
 
     def __init__(self):
         super().__init__(nn.Flatten(), nn.Linear(64, 10))
 
     def forward(self, images):
         if self.training:
-            time.sleep(0.24 if os.environ["RANK"] == "1" else 0.2)
+            time.sleep(0.15 if os.environ["RANK"] == "1" else 0.05)
         return super().forward(images)
 
 
@@ -330,4 +329,4 @@ def test_a_real_slow_rank_shows_in_the_records_of_the_run(tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     waits = [record for record in map(json.loads, lines) if record["kind"] == "waits"]
     assert [record["slow_rank"] for record in waits] == [1, 1]
-    assert all(0.15 <= record["slower"] <= 0.3 for record in waits)
+    assert all(0.5 <= record["slower"] <= 4 for record in waits)  # others may have the cores

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.systems
+pytestmark = [pytest.mark.systems, pytest.mark.timeout(1500)]
 
 
 def test_a_job_under_fire_ends_as_if_nothing_had_happened():

@@ -10,10 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_SECONDS, until
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -21,7 +21,6 @@ import hosts  # noqa: E402
 
 pytestmark = [pytest.mark.systems, pytest.mark.timeout(600)]
 
-WAIT_SECONDS = 300
 MEGABATCH = [sys.executable, "-m", "megabatch.cli"]
 TRAIN = ["train", "digits", "--deterministic"]
 SETTINGS = """
@@ -67,25 +66,18 @@ def network(tmp_path_factory):
             ending.callback(end, daemon)
         ssh = f"ssh -F {folder}/client"
         for address in addresses:
-            await_that(lambda at=address: login(names[0], ssh, at), f"no login at {address}")
+            until(lambda at=address: login(names[0], ssh, at), f"a login at {address}")
         yield names, addresses, ssh
 
 
 def end(process):
     process.terminate()
-    process.wait(20)
+    process.wait(PATIENCE_SECONDS)
 
 
 def login(name, ssh, address):
     line = ["ip", "netns", "exec", name, *ssh.split(), address, "true"]
     return subprocess.run(line, capture_output=True).returncode == 0
-
-
-def await_that(holds, what):
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
 
 
 def script(folder, addresses, *train):
@@ -126,13 +118,13 @@ def test_two_hosts_train_stop_and_go_on(network, alone, tmp_path):
     out = tmp_path / "run"
     path = script(tmp_path, network[1], "--epochs", "6", "--out", out)
     with begun(network, path) as process:
-        await_that(lambda: (out / "checkpoints").is_dir(), "no checkpoint")
+        until(lambda: (out / "checkpoints").is_dir(), "a checkpoint")
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=WAIT_SECONDS)
+        said, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode != 0
     assert summary(out)["ended"] == "stopped", said
     with begun(network, path) as process:
-        said, _ = process.communicate(timeout=WAIT_SECONDS)
+        said, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, said
     assert "resumed at step" in said
     assert (summary(out)["world"], summary(out)["weights_sha256"]) == (4, alone)
@@ -143,7 +135,7 @@ def test_a_host_that_cannot_be_reached_ends_it(network, tmp_path):
     """The others wait for it as torchrun does; told to stop, they end."""
     path = script(tmp_path, [network[1][0], "10.77.0.99"], "--epochs", "1")
     with begun(network, path) as process:
-        await_that(lambda: [*tmp_path.glob(".launch*-0")], "torchrun was not started")
+        until(lambda: [*tmp_path.glob(".launch*-0")], "torchrun")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=WAIT_SECONDS)
+        process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode != 0

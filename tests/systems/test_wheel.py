@@ -18,7 +18,7 @@ import pytest
 
 import megabatch
 
-pytestmark = [pytest.mark.systems, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.systems, pytest.mark.timeout(1800)]
 
 ROOT = Path(megabatch.__file__).parent.parent
 
