@@ -169,7 +169,7 @@ def traced_worker(path: str) -> list[tuple[str, str]]:
         cluster.leave()
     sending = entered(calls_of(trace.events, "GradientSum._collect")[-1])
     # Of the lanes' the fullest: some have nobody to send to.
-    lane = max(map(entered, calls_of(trace.events, "Pipeline._walk")), key=len)
+    lane = max(map(entered, calls_of(trace.events, "Journey.walk")), key=len)
     return [*sending, *lane]
 
 
