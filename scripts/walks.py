@@ -27,7 +27,7 @@ from PIL import Image
 import megabatch as mb
 from megabatch.data.jpeg import Encoding
 from megabatch.data.origins import open_origin
-from megabatch.data.packing import pack
+from megabatch.data.packs.making import pack
 from megabatch.launch import run_local
 
 ROOT = Path(mb.__file__).parent

@@ -19,8 +19,8 @@ from megabatch.data.jpeg import Encoding
 from megabatch.data.loader import Loader
 from megabatch.data.opening import open_sources, staged
 from megabatch.data.origins import open_origin
-from megabatch.data.packfile import Pack
-from megabatch.data.packing import pack
+from megabatch.data.packs.making import pack
+from megabatch.data.packs.reading import Pack
 from megabatch.data.source import Memory
 from megabatch.errors import UserError
 

@@ -25,7 +25,7 @@ from test_run_folder import ALONE, Outside
 
 import megabatch as mb
 from megabatch.config import Config
-from megabatch.data.packfile import Pack, PackError
+from megabatch.data.packs.reading import Pack, PackError
 from megabatch.errors import UserError
 from megabatch.parts import assemble, prepared
 from megabatch.planner import load

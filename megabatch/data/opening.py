@@ -25,7 +25,7 @@ from megabatch.data.decoded import Decoded, FromOrigin, FromPack
 from megabatch.data.jpeg import BadImage, pixels
 from megabatch.data.origins import Origin, open_origin
 from megabatch.data.origins.folders import VAL_NAMES
-from megabatch.data.packfile import Pack, PackError
+from megabatch.data.packs.reading import Pack, PackError
 from megabatch.data.source import Memory, OwnData, Source, for_tuning, hold_out, hold_out_order
 from megabatch.data.threads import threads_of
 from megabatch.errors import UserError

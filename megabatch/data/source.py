@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megabatch.config import Config
 from megabatch.data.crop import crop_draws
-from megabatch.data.packfile import Pack
+from megabatch.data.packs.reading import Pack
 from megabatch.data.slots import Buffer, Layout
 from megabatch.errors import UserError
 from megabatch.keyed import Purpose, keyed, shuffled

@@ -22,7 +22,7 @@ from megabatch.data.augment import normalise
 from megabatch.data.decoded import Decoded
 from megabatch.data.jpeg import BadImage
 from megabatch.data.origins import open_origin
-from megabatch.data.packfile import Arena, Pack
+from megabatch.data.packs.reading import Arena, Pack
 from megabatch.data.source import Memory
 from megabatch.durable import read_plain
 from megabatch.ema import put_averages

@@ -1,4 +1,4 @@
-"""One segment of a tensor on its way through a plan, phase by phase: its messages over gloo or NCCL,
+"""One segment of a tensor on its way through a plan, phase by phase: its messages by gloo or NCCL,
 and what a half-precision wire does to it.
 
 Sums stay in fp32 (or fp64) where they are; only messages are rounded. What travels is the sum

@@ -50,7 +50,7 @@ def _images_in(path: str) -> int | None:
     """How many training images a pack has; None for anything else, which would have to be read."""
     if not path.endswith(".arrow"):
         return None
-    from megabatch.data.packfile import Pack, PackError
+    from megabatch.data.packs.reading import Pack, PackError
 
     try:
         first, last = Pack(path).about.splits.get("train", (0, 0))
