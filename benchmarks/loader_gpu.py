@@ -34,7 +34,7 @@ from megabatch.data.jpeg import Encoding
 from megabatch.data.loader import Loader
 from megabatch.data.opening import open_sources
 from megabatch.data.origins import open_origin
-from megabatch.data.packing import pack
+from megabatch.data.packs.making import pack
 from megabatch.runs.verdict import Clock, Facts, verdict
 
 CORES = len(os.sched_getaffinity(0))

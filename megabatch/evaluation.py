@@ -73,8 +73,8 @@ def evaluate(
         held_out = loader.validation_images
         if (idle := idle_workers(held_out, config.micro, cluster.world)) is not None:
             say(console, idle)
-        told = ending.enter_context(counting("evaluating", console))
-        watched = counted(loader.validation(), held_out, cluster.world, told)
+        on_progress = ending.enter_context(counting("evaluating", console))
+        watched = counted(loader.validation(), held_out, cluster.world, on_progress)
         result = score(net, watched, held_out, config, cluster)
     seen = checkpoint.seen(found)
     return {**result, "seen": seen, "checkpoint": str(found), "world": cluster.world}

@@ -40,4 +40,4 @@ def recompute_statistics(parts: Parts, loader: Loader, images: int, cluster: Clu
                 torch.manual_seed(keyed(parts.config.seed, Purpose.GENERATOR, micro.first))
             parts.net(micro.images)
             total.push(moments.take())
-    moments.put(total.all_reduce(cluster, by_tree=True) / count)
+    moments.put(total.all_reduce(cluster) / count)

@@ -173,6 +173,6 @@ def score(
             logits = logits_of(net(inputs), labels).to(like)
         total.push(counts(logits, labels, cross_entropy(logits, labels, reduction="sum")))
     with waiting:
-        loss, top1, top5 = total.all_reduce(cluster, by_tree=True).tolist()
+        loss, top1, top5 = total.all_reduce(cluster).tolist()
     found = {"top1": top1, "top5": top5, "loss": loss}
     return {name: value / images for name, value in found.items()}

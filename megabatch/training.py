@@ -334,7 +334,7 @@ class _Run:
     def finished(self, classes: int) -> Summary:
         """The last checkpoint, and the run in numbers."""
         state, parts, folder, cluster = self.state, self.parts, self.folder, self.cluster
-        self.log.whole()
+        self.log.last_verdict()
         seconds, training_seconds = self.clock.seconds, self.clock.training_seconds
         compared = self.replicas.compare(state.steps, parts.replicated())
         folder.save(state, parts, seconds, self.delayed.state_later(), compared)

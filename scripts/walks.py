@@ -27,7 +27,7 @@ from PIL import Image
 import megabatch as mb
 from megabatch.data.jpeg import Encoding
 from megabatch.data.origins import open_origin
-from megabatch.data.packing import pack
+from megabatch.data.packs.making import pack
 from megabatch.launch import run_local
 
 ROOT = Path(mb.__file__).parent
@@ -169,7 +169,7 @@ def traced_worker(path: str) -> list[tuple[str, str]]:
         cluster.leave()
     sending = entered(calls_of(trace.events, "GradientSum._collect")[-1])
     # Of the lanes' the fullest: some have nobody to send to.
-    lane = max(map(entered, calls_of(trace.events, "Pipeline._walk")), key=len)
+    lane = max(map(entered, calls_of(trace.events, "Journey.walk")), key=len)
     return [*sending, *lane]
 
 

@@ -1,8 +1,10 @@
-"""Many small processes share the machine's cores here: one thread each, and nobody is timed."""
+"""Many small processes share the machine's cores here: one thread each, and nobody is timed. And
+what several files of tests begin with."""
 
 import os
 import shutil
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from megabatch import launch
@@ -10,6 +12,8 @@ from megabatch import launch
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:  # no GPU: kernels run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported
+
+from run_folders import Outside, real_run  # not before Triton is told
 
 # The same examples every time: what fails here fails again. With --hypothesis-profile new they are
 # drawn anew.
@@ -19,3 +23,19 @@ settings.load_profile("same")
 
 # DDP and torch's optimizers import the compiler: once, and not in each worker that is forked.
 launch._PRELOAD.append("torch._dynamo")
+
+
+@pytest.fixture(scope="module")
+def outside():
+    """Finds what is written elsewhere than where it is allowed."""
+    watching = Outside()
+    yield watching
+    watching.allowed = None
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a real run."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    real_run(out, keep=1, ema=0.9)
+    return out

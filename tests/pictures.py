@@ -8,7 +8,7 @@ from PIL import Image
 
 from megabatch.data.jpeg import Encoding
 from megabatch.data.origins import open_origin
-from megabatch.data.packing import pack
+from megabatch.data.packs.making import pack
 
 
 def pixels(seed, height, width):

@@ -1,7 +1,10 @@
-"""Folders of runs for tests: a real one, and ones made up line by line."""
+"""Folders of runs for tests: a real one, ones made up line by line, and a watch over what is
+written elsewhere."""
 
 import dataclasses
 import json
+import os
+import sys
 from pathlib import Path
 
 import megabatch as mb
@@ -41,3 +44,27 @@ def made_up(folder: Path, lines=(), config=None, environment=None, **files):
     for name, told in {"environment": environment or {}, "config": config, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(told))
     return folder
+
+
+class Outside:
+    """What is written elsewhere than in some folders; the hook stays, as hooks do."""
+
+    def __init__(self):
+        self.allowed, self.found = None, []
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event, arguments):
+        if self.allowed is None:
+            return
+        if event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            self._note(arguments[0])
+        if event in ("os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"):
+            self._note(arguments[0])
+        if event == "os.rename":
+            self._note(arguments[1])
+
+    def _note(self, path):
+        if isinstance(path, str | bytes | os.PathLike):
+            place = os.path.realpath(os.fsdecode(path))
+            if not place.startswith((*self.allowed, "/dev/null")):
+                self.found.append(place)

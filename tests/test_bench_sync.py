@@ -20,9 +20,9 @@ from megabatch.sync.choice import measured
 def walked(cluster, stride, rounds):
     """What arrives if each worker sends its rank to the one a stride further on."""
     to, source = (cluster.rank + stride) % cluster.world, (cluster.rank - stride) % cluster.world
-    room = torch.full((100,), -1.0)
-    links._walk((to, source), torch.full((100,), float(cluster.rank)), room, rounds)
-    return room.unique().tolist()
+    received = torch.full((100,), -1.0)
+    links._walk((to, source), torch.full((100,), float(cluster.rank)), received, rounds)
+    return received.unique().tolist()
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])

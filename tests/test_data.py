@@ -26,7 +26,7 @@ from megabatch.data.decoded import bring_to_size, with_channels
 from megabatch.data.jpeg import Encoding, Workspace, head_of, region, scaling
 from megabatch.data.opening import open_sources
 from megabatch.data.origins import open_origin
-from megabatch.data.packing import pack
+from megabatch.data.packs.making import pack
 from megabatch.data.resident import crop_on_device
 from megabatch.errors import UserError
 

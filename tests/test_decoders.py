@@ -31,7 +31,7 @@ from megabatch.data.decoded import bring_to_size
 from megabatch.data.jpeg import BadImage, Workspace, head_of, pixels, region, scaling
 from megabatch.data.loader import Loader
 from megabatch.data.opening import open_sources
-from megabatch.data.packfile import Pack
+from megabatch.data.packs.reading import Pack
 from megabatch.data.pool import TRAINING, Decoders
 from megabatch.data.slots import Layout, Slots
 from megabatch.data.source import Order

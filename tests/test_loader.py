@@ -19,9 +19,9 @@ from megabatch.data.jpeg import Encoding
 from megabatch.data.loader import Loader
 from megabatch.data.opening import open_sources, staged
 from megabatch.data.origins import open_origin
-from megabatch.data.packfile import Pack
-from megabatch.data.packing import pack
-from megabatch.data.source import Memory
+from megabatch.data.packs.making import pack
+from megabatch.data.packs.reading import Pack
+from megabatch.data.source import InMemory
 from megabatch.errors import UserError
 
 PHOTOS = Data(size=12, channels=3, crop_area=(0.2, 1.0), flip=True, threads=2)
@@ -32,7 +32,7 @@ def worker(rank=0, world=1):
     return Cluster(rank, world, rank, world, torch.device("cpu"), (1, world))
 
 
-class Numbered(Memory):
+class Numbered(InMemory):
     """Image n is the number n in one pixel."""
 
     def __init__(self, images):

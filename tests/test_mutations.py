@@ -15,17 +15,16 @@ from dataclasses import asdict, replace
 
 import pictures
 import pytest
-from run_folders import real_run
 from test_config_json import CONFIGS, DEFAULTS, completed, is_sane, same
 from test_config_json import mutated as mutated_value
 from test_machine_file import GOOD
 from test_pack import mutations as mutated_packs
 from test_pack import packed
-from test_run_folder import ALONE, Outside
+from test_run_folder import ALONE
 
 import megabatch as mb
 from megabatch.config import Config
-from megabatch.data.packfile import Pack, PackError
+from megabatch.data.packs.reading import Pack, PackError
 from megabatch.errors import UserError
 from megabatch.parts import assemble, prepared
 from megabatch.planner import load
@@ -41,20 +40,6 @@ SECONDS = 10.0
 """of a core, for one file"""
 CONFIG = replace(mb.recipes.named("digits", epochs=2), keep=1, ema=0.9)
 FILES = ("state.json", "optimizer.safetensors", "extra.safetensors", "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def outside():
-    watching = Outside()
-    yield watching
-    watching.allowed = None
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    out = tmp_path_factory.mktemp("finished") / "run"
-    real_run(out, keep=1, ema=0.9)
-    return out
 
 
 def read_or_refused(outside, read, *arguments):

@@ -21,7 +21,7 @@ from megabatch.data.jpeg import Encoding
 from megabatch.data.loader import Loader
 from megabatch.data.opening import open_sources
 from megabatch.data.origins import expanding, open_origin
-from megabatch.data.packing import pack
+from megabatch.data.packs.making import pack
 from megabatch.errors import UserError
 from megabatch.launch import run_local
 

@@ -1,6 +1,7 @@
 """mb.Loader in somebody's own loop: every image once an epoch, on any number of workers, from any
 position; closed when its block ends."""
 
+import gc
 import itertools
 
 import pictures
@@ -127,4 +128,5 @@ def test_mistakes_are_one_sentence():
 def test_one_that_is_forgotten_says_so():
     loader = mb.Loader(PAIR, batch=16, cluster=worker())
     with pytest.warns(ResourceWarning, match="a Loader was not closed"):
-        loader.__del__()
+        del loader
+        gc.collect()

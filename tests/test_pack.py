@@ -25,13 +25,13 @@ from pyarrow import parquet
 from waiting import PATIENCE_SECONDS
 
 from megabatch.cli import main
-from megabatch.data import arrow, packing
-from megabatch.data.arrow import Index
 from megabatch.data.jpeg import Encoding
 from megabatch.data.jpeg import pixels as decoded
 from megabatch.data.origins import open_origin
-from megabatch.data.packfile import About, Pack, PackError, verify
-from megabatch.data.packing import pack
+from megabatch.data.packs import making, writing
+from megabatch.data.packs.making import pack
+from megabatch.data.packs.reading import About, Pack, PackError, verify
+from megabatch.data.packs.writing import Index
 from megabatch.errors import UserError
 
 
@@ -427,7 +427,7 @@ def test_idx_files(tmp_path, zipped):
 def test_packing_goes_on_where_it_stopped_and_ends_with_the_same_bytes(
     source, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(packing, "PART", 4)
+    monkeypatch.setattr(making, "PART", 4)
     packed(source, tmp_path / "whole.arrow")
     origin = open_origin(source)
     read, count = origin.read, 0
@@ -452,7 +452,7 @@ def test_packing_goes_on_where_it_stopped_and_ends_with_the_same_bytes(
 def test_parts_of_other_images_or_settings_and_broken_ones_are_made_again(
     source, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(packing, "PART", 4)
+    monkeypatch.setattr(making, "PART", 4)
     (source / "train/cat/bad.JPEG").write_bytes(b"bad")
     out = tmp_path / "a.arrow"
     assert packed(source, out).path is None
@@ -484,7 +484,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_file(source, tmp_path, monkey
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(packing, "write", full)
+    monkeypatch.setattr(making, "write", full)
     assert main(["pack", str(source), str(tmp_path / "a.arrow")]) == 1
     said = capsys.readouterr().err
     assert "No space left on device" in said and "goes on from there" in said
@@ -494,7 +494,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_file(source, tmp_path, monkey
 
 
 def test_two_cannot_pack_into_one_file(source, tmp_path):
-    with packing._locked(tmp_path / "a.arrow.parts"), pytest.raises(UserError, match="another"):
+    with making._locked(tmp_path / "a.arrow.parts"), pytest.raises(UserError, match="another"):
         packed(source, tmp_path / "a.arrow")
 
 
@@ -667,7 +667,7 @@ def sparse_pack(path, images, each):
         file.seek(images * each, os.SEEK_CUR)
 
     with open(path, "wb") as file:
-        arrow.write(file, about, index, skip_over)
+        writing.write(file, about, index, skip_over)
 
 
 # What a process and those it started hold beside mapped files, in bytes.

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 from ports import free_ports
-from run_folders import real_run
 from test_checkpoint import Held, trained
 from test_train import CONFIG
 from waiting import PATIENCE_SECONDS, until
@@ -287,44 +286,6 @@ def test_names_that_are_no_checkpoints_are_passed_over(saved):
 
 
 # --- a folder of somebody else's ---------------------------------------------------------------
-
-
-class Outside:
-    """What is written elsewhere than in some folders; the hook stays, as hooks do."""
-
-    def __init__(self):
-        self.allowed, self.found = None, []
-        sys.addaudithook(self._hook)
-
-    def _hook(self, event, arguments):
-        if self.allowed is None:
-            return
-        if event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            self._note(arguments[0])
-        if event in ("os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"):
-            self._note(arguments[0])
-        if event == "os.rename":
-            self._note(arguments[1])
-
-    def _note(self, path):
-        if isinstance(path, str | bytes | os.PathLike):
-            place = os.path.realpath(os.fsdecode(path))
-            if not place.startswith((*self.allowed, "/dev/null")):
-                self.found.append(place)
-
-
-@pytest.fixture(scope="module")
-def outside():
-    watching = Outside()
-    yield watching
-    watching.allowed = None
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    out = tmp_path_factory.mktemp("finished") / "run"
-    real_run(out, keep=1, ema=0.9)
-    return out
 
 
 VALUES = (

@@ -21,7 +21,7 @@ from megabatch.config import Config, Data
 from megabatch.data import shared
 from megabatch.data.loader import Loader
 from megabatch.data.opening import open_sources
-from megabatch.data.packfile import Pack
+from megabatch.data.packs.reading import Pack
 from megabatch.data.pool import TRAINING, VALIDATION, Decoders
 from megabatch.data.shared import Areas, FromArea
 from megabatch.data.slots import Layout

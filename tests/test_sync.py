@@ -11,8 +11,8 @@ from torch import nn
 
 from megabatch.cluster import Cluster
 from megabatch.launch import run_local
-from megabatch.sync.buckets import GradientSum, buckets_of
-from megabatch.sync.summation import TreeSum, tree_all_reduce
+from megabatch.sync.buckets import GradientSum
+from megabatch.sync.summation import TreeSum, buckets_of, tree_all_reduce
 from megabatch.tree import deal, folds, largest_nodes, tree_sum
 
 WORLDS = (1, 2, 3, 4, 5, 7, 8)
@@ -43,8 +43,8 @@ def sums_by_tree(cases):
             tree.push(vector)
         own = torch.zeros(length)
         own[0] = float(cluster.rank == cluster.world - 1)
-        found.append((tree.all_reduce(cluster, by_tree=True).clone(), own))
-        found.append((tree.all_reduce(cluster, by_tree=True, own=own).clone(), own))
+        found.append((tree.all_reduce(cluster).clone(), own))
+        found.append((tree.all_reduce(cluster, own=own).clone(), own))
     return [total for total, _ in found]
 
 

@@ -16,7 +16,7 @@ from megabatch.batch import steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.loader import Loader
-from megabatch.data.source import Memory
+from megabatch.data.source import InMemory
 from megabatch.launch import run_local
 from megabatch.runs.verdict import (
     Clock,
@@ -69,7 +69,7 @@ def test_what_was_injected_is_what_is_found(case):
     assert verdict(waits, FACTS).bound == bound
 
 
-class Asked(Memory):
+class Asked(InMemory):
     """Images that are read when they are allowed to be, and then take a while."""
 
     instant = False

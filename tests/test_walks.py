@@ -15,11 +15,14 @@ def test_the_walks_are_those_of_a_real_step():
     assert made.stdout.strip() == (ROOT / "docs" / "walks.md").read_text().strip()
 
 
-def test_no_walk_is_long():
-    image, gradient = (
-        int(line.split()[0])
+def test_no_walk_is_long_or_turns_back():
+    (image, image_again), (gradient, gradient_again) = (
+        [int(word) for word in line.split() if word.isdigit()]
         for line in (ROOT / "docs" / "walks.md").read_text().splitlines()
         if " files, " in line
     )
     assert image <= 10
+    # The heads of all images are read before one is decoded, and a thread's image is waited for.
+    assert image_again <= 2
     assert gradient <= 8
+    assert gradient_again == 0

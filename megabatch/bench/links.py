@@ -101,24 +101,26 @@ def _step(neighbours: Neighbours, nbytes: int, rounds: int, cluster: Cluster) ->
 
     In a row, because workers that begin late must not have the wire alone.
     """
-    message, room = torch.zeros(2, nbytes // 4, device=cluster.device)
-    walk = partial(_walk, neighbours, message, room, rounds)
+    message, received = torch.zeros(2, nbytes // 4, device=cluster.device)
+    walk = partial(_walk, neighbours, message, received, rounds)
     taken = [slowest(walk, cluster) / rounds for _ in range(_ROWS)]
     return median(taken[1:])
 
 
-def _walk(neighbours: Neighbours, message: torch.Tensor, room: torch.Tensor, rounds: int) -> None:
+def _walk(
+    neighbours: Neighbours, message: torch.Tensor, received: torch.Tensor, rounds: int
+) -> None:
     if neighbours is None:
         return
     right, left = neighbours
     if message.is_cuda:
         for _ in range(rounds):
-            step = [dist.P2POp(dist.isend, message, right), dist.P2POp(dist.irecv, room, left)]
+            step = [dist.P2POp(dist.isend, message, right), dist.P2POp(dist.irecv, received, left)]
             for work in dist.batch_isend_irecv(step):
                 work.wait()
         return
     # As lanes.py does: gloo sends when the receiver has said that it is ready.
-    coming: list[Any] = [dist.irecv(room, left) for _ in range(rounds)]
+    coming: list[Any] = [dist.irecv(received, left) for _ in range(rounds)]
     sent: list[Any] = []
     for arrival in coming:
         sent.append(dist.isend(message, right))

@@ -34,8 +34,8 @@ from megabatch.data.jpeg import Encoding
 from megabatch.data.loader import Loader
 from megabatch.data.opening import open_sources
 from megabatch.data.origins import open_origin
-from megabatch.data.packfile import Pack
-from megabatch.data.packing import pack
+from megabatch.data.packs.making import pack
+from megabatch.data.packs.reading import Pack
 from megabatch.errors import DONE, UserError
 from megabatch.verbs.parsing import parse
 

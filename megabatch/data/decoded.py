@@ -21,7 +21,7 @@ from megabatch.data.augment import finish, normalise
 from megabatch.data.crop import choose_boxes
 from megabatch.data.jpeg import BadImage, Encoded, Head, Pixels, Workspace, head_of, pixels, region
 from megabatch.data.origins import Origin
-from megabatch.data.packfile import Arena, Pack, PackError
+from megabatch.data.packs.reading import Arena, Pack, PackError
 from megabatch.data.slots import Buffer, Layout
 from megabatch.data.source import Order, Source, Writer
 from megabatch.errors import UserError

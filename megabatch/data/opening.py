@@ -25,8 +25,8 @@ from megabatch.data.decoded import Decoded, FromOrigin, FromPack
 from megabatch.data.jpeg import BadImage, pixels
 from megabatch.data.origins import Origin, open_origin
 from megabatch.data.origins.folders import VAL_NAMES
-from megabatch.data.packfile import Pack, PackError
-from megabatch.data.source import Memory, OwnData, Source, for_tuning, hold_out, hold_out_order
+from megabatch.data.packs.reading import Pack, PackError
+from megabatch.data.source import InMemory, OwnData, Source, for_tuning, hold_out, hold_out_order
 from megabatch.data.threads import threads_of
 from megabatch.errors import UserError
 from megabatch.keyed import Purpose, keyed
@@ -256,7 +256,7 @@ def staged(path: Path, folder: Path) -> Path:
 # --- images that need no download --------------------------------------------------------------
 
 
-def digits(data: Data) -> Memory:
+def digits(data: Data) -> InMemory:
     """1,797 grey digits of 8 x 8 pixels (enlarged when the model wants more)."""
     found = find_spec("sklearn")
     if found is None or found.origin is None:
@@ -270,10 +270,10 @@ def digits(data: Data) -> Memory:
     if data.size != 8:
         images = interpolate(images, size=(data.size, data.size), mode="bilinear")
     images = images.round().to(torch.uint8).repeat(1, data.channels, 1, 1)
-    return Memory(images, rows[:, 64].long(), 10, tuple("0123456789"))
+    return InMemory(images, rows[:, 64].long(), 10, tuple("0123456789"))
 
 
-def synthetic(config: Config, drawn_on: torch.device) -> Memory:
+def synthetic(config: Config, drawn_on: torch.device) -> InMemory:
     """Noise with a faint pattern a class, so that there is something to learn; a function of the
     seed, whatever device draws it."""
     data, seed = config.data, config.seed
@@ -287,4 +287,4 @@ def synthetic(config: Config, drawn_on: torch.device) -> Memory:
         noise = keyed(seed, Purpose.SYNTHETIC, 0, number, values)
         pattern = keyed(seed, Purpose.SYNTHETIC, 1, labels[some, None].to(drawn_on), values)
         images[some] = (noise % 192 + pattern % 64).to("cpu", torch.uint8)
-    return Memory(images.view(shape), labels, classes=data.classes)
+    return InMemory(images.view(shape), labels, classes=data.classes)

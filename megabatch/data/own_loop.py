@@ -7,7 +7,6 @@ number of workers sees the same batches, and `seen` is all there is to save and 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Self
@@ -54,7 +53,6 @@ class Loader:
         """`augment`: random crops of 8 to 100 % and mirrored halves, where the source is a path;
         `seen`: begin after so many images, as saved from another loader of the same batch; every
         worker of the cluster makes one."""
-        self._closed = True  # until there is something to close
         cluster = cluster or Cluster.from_env()
         settings, own = _settings(source, size, channels, augment)
         if batch < 1 or batch % cluster.world:
@@ -141,13 +139,6 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
-            try:
-                warnings.warn("a Loader was not closed", ResourceWarning, source=self, stacklevel=2)
-            finally:  # also where warnings are errors
-                self.close()
 
 
 def _settings(source: Any, size: int, channels: int, augment: bool) -> tuple[Data, Any]:

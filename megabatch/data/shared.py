@@ -29,7 +29,7 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.decoded import Decoded, FromPack
 from megabatch.data.jpeg import Encoded, Pixels
-from megabatch.data.packfile import Arena, Pack
+from megabatch.data.packs.reading import Arena, Pack
 from megabatch.keyed import shuffled
 
 Integers = NDArray[numpy.int64]

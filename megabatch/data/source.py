@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megabatch.config import Config
 from megabatch.data.crop import crop_draws
-from megabatch.data.packfile import Pack
+from megabatch.data.packs.reading import Pack
 from megabatch.data.slots import Buffer, Layout
 from megabatch.errors import UserError
 from megabatch.keyed import Purpose, keyed, shuffled
@@ -81,7 +81,7 @@ class Source(Protocol):
         return None
 
 
-class Memory(Source):
+class InMemory(Source):
     """Images that are in memory, all of one size."""
 
     instant = True
@@ -106,7 +106,7 @@ class Memory(Source):
             return self
         # As batches will want them: a gathered one keeps the layout.
         images = self.images.to(device, memory_format=torch.channels_last)
-        return Memory(images, self.labels.to(device), self.classes, self.class_names)
+        return InMemory(images, self.labels.to(device), self.classes, self.class_names)
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:

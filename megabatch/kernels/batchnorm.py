@@ -13,7 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.kernels.rows import COLUMNS, FEW, ROWS, SLOTS, STAGES, WARPS, Rows, rows_of
+from megabatch.kernels.rows import (
+    COLUMNS,
+    FEW,
+    ROWS,
+    SLOTS,
+    STAGES,
+    WARPS,
+    Rows,
+    part_here,
+    rows_of,
+)
 
 
 class Affine(NamedTuple):
@@ -93,15 +103,10 @@ def _moments(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """A part's means and sums of squares around them: shifted by its first tile's mean, since the
     plain sum of squares loses what a large mean hides."""
-    slot = tl.program_id(0)
-    part = slot % parts
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < channels
-    x += ((slot // parts).to(tl.int64) * rows + part * each) * channels
-    count = tl.minimum(each, rows - part * each)
-    row = tl.arange(0, ROWS)
-    at = row[:, None] * channels + column[None, :]
-
+    slot, _, column, inside, begin, count, row, at = part_here(
+        rows, parts, each, channels, ROWS, COLUMNS
+    )
+    x += begin
     value = tl.load(x + at, (row < count)[:, None] & inside[None, :], 0).to(tl.float32)
     pivot = tl.sum(value, 0) / tl.minimum(ROWS, count)
     total = tl.where((row < count)[:, None], value - pivot[None, :], 0.0)
@@ -165,22 +170,17 @@ def _apply(  # type: ignore[no-untyped-def]
     rows, parts, each, channels, RELU: tl.constexpr, RESIDUAL: tl.constexpr,
     SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0)
-    span, part = slot // parts, slot % parts
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < channels
+    slot, span, column, inside, begin, count, row, at = part_here(
+        rows, parts, each, channels, ROWS, COLUMNS
+    )
     a = tl.load(scale + span * channels + column, inside, 0)
     b = tl.load(shift + span * channels + column, inside, 0)
     if RESIDUAL == 2:
         c = tl.load(residual_scale + span * channels + column, inside, 0)
         b += tl.load(residual_shift + span * channels + column, inside, 0)
-    begin = (span.to(tl.int64) * rows + part * each) * channels
     x += begin
     out += begin
     residual += begin
-    count = tl.minimum(each, rows - part * each)
-    row = tl.arange(0, ROWS)
-    at = row[:, None] * channels + column[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, count, ROWS):
         valid = (row < count - first)[:, None] & inside[None, :]

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.kernels.batchnorm import Affine
-from megabatch.kernels.rows import COLUMNS, FEW, ROWS, SLOTS, STAGES, WARPS, rows_of
+from megabatch.kernels.rows import COLUMNS, FEW, ROWS, SLOTS, STAGES, WARPS, part_here, rows_of
 
 
 def backward(
@@ -77,20 +77,15 @@ def _backward_sums(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A part's sums of the gradient and of the gradient times the normalised x."""
-    slot = tl.program_id(0)
-    span, part = slot // parts, slot % parts
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < channels
+    slot, span, column, inside, begin, count, row, at = part_here(
+        rows, parts, each, channels, ROWS, COLUMNS
+    )
     here = span * channels + column
     a = tl.load(scale + here, inside, 0)
     b = tl.load(shift + here, inside, 0)
     m = tl.load(mean + here, inside, 0)
-    begin = (span.to(tl.int64) * rows + part * each) * channels
     x += begin
     gradient += begin
-    count = tl.minimum(each, rows - part * each)
-    row = tl.arange(0, ROWS)
-    at = row[:, None] * channels + column[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     product = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in tl.range(0, count, ROWS, num_stages=STAGES):
@@ -143,22 +138,17 @@ def _backward_apply(  # type: ignore[no-untyped-def]
     gradient, x, scale, shift, factors, out, rows, parts, each, size, channels,
     RELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0)
-    span, part = slot // parts, slot % parts
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < channels
+    _, span, column, inside, begin, count, row, at = part_here(
+        rows, parts, each, channels, ROWS, COLUMNS
+    )
     here = span * channels + column
     a = tl.load(scale + here, inside, 0)
     b = tl.load(shift + here, inside, 0)
     factor = tl.load(factors + here, inside, 0)
     constant = tl.load(factors + size + here, inside, 0)
-    begin = (span.to(tl.int64) * rows + part * each) * channels
     x += begin
     gradient += begin
     out += begin
-    count = tl.minimum(each, rows - part * each)
-    row = tl.arange(0, ROWS)
-    at = row[:, None] * channels + column[None, :]
     for first in range(0, count, ROWS):
         valid = (row < count - first)[:, None] & inside[None, :]
         v = tl.load(x + at, valid, 0).to(tl.float32)
@@ -177,18 +167,13 @@ def _join(  # type: ignore[no-untyped-def]
     first_part, second_part, result, out, slots, rows, parts, each, channels,
     TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0)
-    span, part = slot // parts, slot % parts
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < channels
-    begin = (span.to(tl.int64) * rows + part * each) * channels
+    slot, _, column, inside, begin, count, row, at = part_here(
+        rows, parts, each, channels, ROWS, COLUMNS
+    )
     first_part += begin
     second_part += begin
     result += begin
     out += begin
-    count = tl.minimum(each, rows - part * each)
-    row = tl.arange(0, ROWS)
-    at = row[:, None] * channels + column[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, count, ROWS):
         valid = (row < count - first)[:, None] & inside[None, :]

@@ -125,6 +125,18 @@ def _fold(  # type: ignore[no-untyped-def]
     tl.store(out + pixel[:, None] * CHANNELS + inner[None, :], value, exists)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _windows(place, height, width, line):  # type: ignore[no-untyped-def]
+    """Where the first rows of some results' windows begin in the folded pictures, of lines so long;
+    `place` counts the results."""
+    # Divisions in 32 bits, inside the part: in 64 they would take longer than the loads.
+    area = height * width
+    image = place // area
+    pixel = place % area
+    inner = (pixel // width * (width + 3) + pixel % width) * 16
+    return image.to(tl.int64) * ((height + 3) * line) + inner
+
+
 @triton.jit(do_not_specialize=["rows", "parts", "each", "height", "width"])  # type: ignore[untyped-decorator]
 def _convolve(  # type: ignore[no-untyped-def]
     folded, weight, out, slots, rows, parts, each, height, width,
@@ -133,8 +145,7 @@ def _convolve(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     slot = tl.program_id(0)
     part = slot % parts
-    wide = width + 3
-    line = wide * 16
+    line = (width + 3) * 16
     depth = tl.arange(0, DEPTH)
     k = tl.arange(0, OUTPUTS)
     weight_at = weight + depth[:, None] * OUTPUTS + k[None, :]
@@ -142,9 +153,8 @@ def _convolve(  # type: ignore[no-untyped-def]
     w1 = tl.load(weight_at + DEPTH * OUTPUTS)
     w2 = tl.load(weight_at + 2 * DEPTH * OUTPUTS)
     w3 = tl.load(weight_at + 3 * DEPTH * OUTPUTS)
-    area = height * width
     span = (slot // parts).to(tl.int64)
-    folded += span * (rows // area) * ((height + 3) * line)
+    folded += span * (rows // (height * width)) * ((height + 3) * line)
     out += span * rows * OUTPUTS
     start = part * each
     count = tl.minimum(each, rows - start)
@@ -154,12 +164,8 @@ def _convolve(  # type: ignore[no-untyped-def]
     pivot = tl.zeros([OUTPUTS], tl.float32)
     for first in tl.range(0, count, ROWS, num_stages=STAGES):
         valid = (row < count - first)[:, None]
-        # Divisions in 32 bits, inside the part: in 64 they would take longer than the loads.
         place = start + first + row
-        image = place // area
-        pixel = place % area
-        inner = (pixel // width * wide + pixel % width) * 16
-        at = folded + (image.to(tl.int64) * ((height + 3) * line) + inner)[:, None] + depth[None, :]
+        at = folded + _windows(place, height, width, line)[:, None] + depth[None, :]
         acc = tl.dot(tl.load(at, valid, 0), w0, input_precision=PRECISION)
         acc = tl.dot(tl.load(at + line, valid, 0), w1, acc, input_precision=PRECISION)
         acc = tl.dot(tl.load(at + 2 * line, valid, 0), w2, acc, input_precision=PRECISION)
@@ -185,11 +191,9 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
-    wide = width + 3
-    line = wide * 16
+    line = (width + 3) * 16
     depth = tl.arange(0, DEPTH)
     k = tl.arange(0, OUTPUTS)
-    area = height * width
     start = part * each
     count = tl.minimum(each, rows - start)
     row = tl.arange(0, ROWS)
@@ -199,12 +203,8 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     g3 = tl.zeros([DEPTH, OUTPUTS], tl.float32)
     for first in tl.range(0, count, ROWS, num_stages=STAGES):
         valid = (row < count - first)[:, None]
-        # Divisions in 32 bits, inside the part: in 64 they would take longer than the loads.
         place = start + first + row
-        image = place // area
-        pixel = place % area
-        inner = (pixel // width * wide + pixel % width) * 16
-        at = folded + (image.to(tl.int64) * ((height + 3) * line) + inner)[:, None] + depth[None, :]
+        at = folded + _windows(place, height, width, line)[:, None] + depth[None, :]
         d = tl.load(d_y + place.to(tl.int64)[:, None] * OUTPUTS + k[None, :], valid, 0)
         g0 = tl.dot(tl.trans(tl.load(at, valid, 0)), d, g0, input_precision=PRECISION)
         g1 = tl.dot(tl.trans(tl.load(at + line, valid, 0)), d, g1, input_precision=PRECISION)

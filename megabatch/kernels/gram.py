@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.kernels.pointwise import DEEP, FULL, Tile, grid_of, precision_of
+from megabatch.kernels.pointwise import DEEP, FULL, Tile, add_product, grid_of, precision_of
 
 # The best of a sweep on an H200, by the channels that come in: the deeper a product, the more room
 # its weight takes.
@@ -241,11 +241,10 @@ def _expand(  # type: ignore[no-untyped-def]
             acc = tl.dot(tl.load(left_at, valid, 0), held, input_precision=PRECISION)
         else:
             acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-            for first in range(0, INPUTS, DEPTH):
-                left = tl.load(left_at + first, valid, 0)
-                right_at = weight + k[None, :] * INPUTS + first + depth[:, None]
-                right = tl.load(right_at, inside[None, :], 0)
-                acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            right_at = weight + k[None, :] * INPUTS + depth[:, None]
+            acc = add_product(
+                acc, left_at, right_at, 1, valid, inside[None, :], INPUTS, DEPTH, PRECISION
+            )
         a = tl.load(scale + span * outputs + k, inside, 0)
         b = tl.load(shift + span * outputs + k, inside, 0)
         y = acc * a[None, :] + b[None, :]
@@ -258,11 +257,10 @@ def _expand(  # type: ignore[no-untyped-def]
             else:
                 acc = tl.zeros([ROWS, COLUMNS], tl.float32)
                 left_at = other + begin * OTHERS + row[:, None] * OTHERS + depth[None, :]
-                for first in range(0, OTHERS, DEPTH):
-                    left = tl.load(left_at + first, valid, 0)
-                    right_at = other_weight + k[None, :] * OTHERS + first + depth[:, None]
-                    right = tl.load(right_at, inside[None, :], 0)
-                    acc = tl.dot(left, right, acc, input_precision=PRECISION)
+                right_at = other_weight + k[None, :] * OTHERS + depth[:, None]
+                acc = add_product(
+                    acc, left_at, right_at, 1, valid, inside[None, :], OTHERS, DEPTH, PRECISION
+                )
             a = tl.load(other_scale + span * outputs + k, inside, 0)
             b = tl.load(other_shift + span * outputs + k, inside, 0)
             y += acc * a[None, :] + b[None, :]

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.kernels.gram import Expansion, row_product
-from megabatch.kernels.pointwise import FULL, Tile, precision_of
+from megabatch.kernels.pointwise import FULL, Tile, add_product, precision_of
 
 # The best of a sweep on an H200, by the channels that come in.
 _CONTRACT = {64: Tile(128, 64, 64, 4, 2)}
@@ -166,15 +166,13 @@ def _contract(  # type: ignore[no-untyped-def]
 
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     left_at = gradient + begin * OUTPUTS + row[:, None] * OUTPUTS + depth[None, :]
-    for first in range(0, OUTPUTS, DEPTH):
-        left = tl.load(left_at + first, valid, 0)
-        right = tl.load(scaled + first * INPUTS + right_at, inside, 0)
-        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    acc = add_product(
+        acc, left_at, scaled + right_at, INPUTS, valid, inside, OUTPUTS, DEPTH, PRECISION
+    )
     left_at = z + begin * INPUTS + row[:, None] * INPUTS + depth[None, :]
-    for first in range(0, INPUTS, DEPTH):
-        left = tl.load(left_at + first, valid, 0)
-        right = tl.load(quadratic + first * INPUTS + right_at, inside, 0)
-        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    acc = add_product(
+        acc, left_at, quadratic + right_at, INPUTS, valid, inside, INPUTS, DEPTH, PRECISION
+    )
     b = tl.load(constant + span * INPUTS + j, (j < INPUTS) | EVEN_COLUMNS, 0)
     d = (acc + b[None, :]).to(out.dtype.element_ty)
     tl.store(out + begin * INPUTS + row[:, None] * INPUTS + j[None, :], d, valid & inside)

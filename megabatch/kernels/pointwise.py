@@ -139,6 +139,20 @@ def _pick(  # type: ignore[no-untyped-def]
     tl.store(slots, tl.sum(total, 0), column < channels)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def add_product(  # type: ignore[no-untyped-def]
+    acc, left_at, right_at, pitch, valid, inside,
+    LENGTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc plus a tile's product, taken in steps of DEPTH; the right side's steps are as far apart
+    as `pitch` times that."""
+    for first in range(0, LENGTH, DEPTH):
+        left = tl.load(left_at + first, valid, 0)
+        right = tl.load(right_at + first * pitch, inside, 0)
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows", "tiles", "all_tiles", "height", "width"])  # type: ignore[untyped-decorator]
 def _descend(  # type: ignore[no-untyped-def]
     d_y, weight, added, mask, out, slots, rows, tiles, all_tiles, outputs, height, width,
@@ -185,10 +199,9 @@ def _descend(  # type: ignore[no-untyped-def]
             acc = tl.dot(tl.load(left_at, valid, 0), held, input_precision=PRECISION)
         else:
             acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-            for first in range(0, INPUTS, DEPTH):
-                left = tl.load(left_at + first, valid, 0)
-                right = tl.load(right_at + first * outputs, inside[None, :], 0)
-                acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            acc = add_product(
+                acc, left_at, right_at, outputs, valid, inside[None, :], INPUTS, DEPTH, PRECISION
+            )
         if KIND > 0:
             acc += add.to(tl.float32)
         d = tl.where(passes > 0, acc, 0.0).to(out.dtype.element_ty)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 # The best of a sweep on an H200 over all widths of ResNet-50, with spans of 32 and of 1024.
@@ -52,3 +53,19 @@ def rows_of(x: Tensor, span: int) -> Rows:
     wanted = max(1, _PROGRAMS // (spans * triton.cdiv(channels, COLUMNS)))
     each = triton.cdiv(triton.cdiv(rows, wanted), ROWS) * ROWS
     return Rows(spans, rows, channels, triton.cdiv(rows, each), each)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def part_here(  # type: ignore[no-untyped-def]
+    rows, parts, each, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """What a program of `Rows.grid` has: its slot and span; its columns, and which of them there
+    are; its part's first element and how many rows; and, of a tile, the rows and all offsets."""
+    slot = tl.program_id(0)
+    span, part = slot // parts, slot % parts
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    begin = (span.to(tl.int64) * rows + part * each) * channels
+    count = tl.minimum(each, rows - part * each)
+    row = tl.arange(0, ROWS)
+    at = row[:, None] * channels + column[None, :]
+    return slot, span, column, column < channels, begin, count, row, at

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megabatch.kernels.batchnorm import Affine
 from megabatch.kernels.batchnorm_backward import factors_of_slots
-from megabatch.kernels.rows import rows_of
+from megabatch.kernels.rows import part_here, rows_of
 
 _PIXELS = 16
 _WARPS = 4
@@ -109,17 +109,12 @@ def _pool_sums(  # type: ignore[no-untyped-def]
     gradient, picked, mean, inverse, slots, rows, parts, each, channels,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(0)
-    span, part = slot // parts, slot % parts
-    column = tl.arange(0, BLOCK)
-    inside = column < channels
+    slot, span, column, inside, begin, count, row, at = part_here(
+        rows, parts, each, channels, ROWS, BLOCK
+    )
     m = tl.load(mean + span * channels + column, inside, 0)
-    begin = (span.to(tl.int64) * rows + part * each) * channels
     gradient += begin
     picked += begin
-    count = tl.minimum(each, rows - part * each)
-    row = tl.arange(0, ROWS)
-    at = row[:, None] * channels + column[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     product = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, count, ROWS):

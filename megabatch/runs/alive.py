@@ -41,9 +41,9 @@ def _where() -> dict[str, str]:
 def _began(pid: int) -> int | None:
     """When a process began, in ticks since boot; None where there is none, or only its remains."""
     try:
-        told = (_PROC / str(pid) / "stat").read_text()
+        words = (_PROC / str(pid) / "stat").read_text()
     except OSError:
         return None
     # After the name, which is in brackets and may hold anything: the state, then numbers.
-    state, *numbers = told.rpartition(")")[2].split()
+    state, *numbers = words.rpartition(")")[2].split()
     return None if state in "ZX" else int(numbers[18])

@@ -189,7 +189,7 @@ class Log:
         if words is not None:
             self.say(words)
 
-    def whole(self) -> None:
+    def last_verdict(self) -> None:
         """What the whole run waited for, if that is worth a line."""
         words = self._verdicts.summary()
         if words is not None:

@@ -34,7 +34,7 @@ _MEMORY_SECONDS = 30.0
 """of a smoothed speed"""
 
 Now = Callable[[], float]
-Told = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """called with how many are done, of how many"""
 
 
@@ -131,7 +131,7 @@ class Shown(Protocol):
 
     def show(self, standing: Standing) -> None: ...
 
-    def evaluating(self) -> Told: ...
+    def evaluating(self) -> OnProgress: ...
 
     def close(self) -> None: ...
 
@@ -146,7 +146,7 @@ class Lines:
         if self._due():
             say(self._console, str(standing))
 
-    def evaluating(self) -> Told:
+    def evaluating(self) -> OnProgress:
         return _lines("evaluating", self._console)
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class Bar:
             f"{standing.images_per_second:,.0f} images/s left {clock(standing.left)}",
         )
 
-    def evaluating(self) -> Told:
+    def evaluating(self) -> OnProgress:
         return lambda done, total: self._progress.update(
             self._task, words=f"evaluating {done:,} of {total:,}"
         )
@@ -187,7 +187,7 @@ class Bar:
 
 
 @contextlib.contextmanager
-def counting(what: str, console: Console) -> Iterator[Told]:
+def counting(what: str, console: Console) -> Iterator[OnProgress]:
     """What to call with how many are done and how many there are, while `what` lasts."""
     if console.quiet:
         yield lambda done, total: None
@@ -200,24 +200,24 @@ def counting(what: str, console: Console) -> Iterator[Told]:
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _lines(what: str, console: Console) -> Told:
+def _lines(what: str, console: Console) -> OnProgress:
     due, began = Due(), time.monotonic()
 
-    def told(done: int, total: int) -> None:
+    def on_progress(done: int, total: int) -> None:
         if done and due():
             left = (time.monotonic() - began) * (total - done) / done
             say(console, f"{what}: {done:,} of {total:,}, left {clock(left)}")
 
-    return told
+    return on_progress
 
 
 def counted(
-    micro_batches: Iterable[tuple[Tensor, Tensor]], images: int, world: int, told: Told
+    micro_batches: Iterable[tuple[Tensor, Tensor]], images: int, world: int, on_progress: OnProgress
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The same micro-batches of images and labels; what one worker has had stands for all."""
     done = 0
     for inputs, labels in micro_batches:
-        told(done, images)
+        on_progress(done, images)
         yield inputs, labels
         done = min(images, done + len(labels) * world)
-    told(images, images)
+    on_progress(images, images)

@@ -22,8 +22,8 @@ from megabatch.data.augment import normalise
 from megabatch.data.decoded import Decoded
 from megabatch.data.jpeg import BadImage
 from megabatch.data.origins import open_origin
-from megabatch.data.packfile import Arena, Pack
-from megabatch.data.source import Memory
+from megabatch.data.packs.reading import Arena, Pack
+from megabatch.data.source import InMemory
 from megabatch.durable import read_plain
 from megabatch.ema import put_averages
 from megabatch.errors import UserError
@@ -184,9 +184,9 @@ def _class_names(run: Path, config: Config) -> list[str] | None:
 def _scale(config: Config) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation that the run's images were brought to 0 and 1 by."""
     none = torch.zeros(0, dtype=torch.int64)
-    source: Decoded | Memory
+    source: Decoded | InMemory
     if config.data.kind in ("pack", "folder"):
         source = Decoded(config.data, _Files([]), none, none, 1)
     else:
-        source = Memory(torch.zeros(0, config.data.channels, 1, 1), none, 1)
+        source = InMemory(torch.zeros(0, config.data.channels, 1, 1), none, 1)
     return source.mean, source.std

@@ -1,8 +1,8 @@
 """The bucket engine: gradients in flat buckets, last layer first, summed while backward goes on.
 
-Each micro-batch's gradients are copied into buckets and summed, inside a worker, along the tree of
-batch.py; when a bucket is full for the last time in a step it leaves for the other workers, always
-in the same order on all of them.
+Each micro-batch's gradients go into the buckets of summation.py, which sum them inside a worker;
+when a bucket is full for the last time in a step it leaves for the other workers, always in the
+same order on all of them.
 """
 
 from __future__ import annotations
@@ -19,69 +19,8 @@ from megabatch.sync import control
 from megabatch.sync.choice import HYBRID
 from megabatch.sync.control import Control
 from megabatch.sync.senders import Exposed, Lane, Planned
-from megabatch.sync.summation import OnPhase, TreeSum
-from megabatch.tree import Node, deal
-
-
-def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """What gradients of a tensor are summed in: half precision in fp32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-class Bucket:
-    """Some parameters whose gradients travel together in one flat vector, half ones in fp32."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.sizes = [p.numel() for p in parameters]
-        like = parameters[0].detach()
-        self.tree = TreeSum(sum(self.sizes), like.to(sum_dtype(like)))
-        self.missing = len(parameters)
-        self._views: dict[int, list[Tensor]] = {}
-        """of the tree's own vectors, which it uses again and again, by address"""
-
-    def begin(self, count: int, dealt: Node) -> None:
-        for p in self.parameters:
-            p.grad = None
-        self.tree.begin(count, dealt)
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """A flat vector's pieces, each as its parameter is laid out."""
-        # In each parameter's own layout: else what works on many tensors at once takes them singly.
-        return self._views.get(flat.data_ptr()) or [
-            piece.as_strided(p.shape, p.stride())
-            for piece, p in zip(flat.split(self.sizes), self.parameters, strict=True)
-        ]
-
-    def collect(self) -> Tensor:
-        """Move the parameters' gradients into the tree; returns their sum of squares."""
-        flat = self.tree.fresh()
-        # Backward may not have reached all of them.
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        views = self._views[flat.data_ptr()] = self.views(flat)
-        torch._foreach_copy_(views, gradients)
-        for p in self.parameters:
-            p.grad = None
-        self.missing = len(self.parameters)
-        squares = flat.dot(flat)
-        self.tree.push(flat)
-        return squares
-
-
-def buckets_of(parameters: Iterable[nn.Parameter], limit_bytes: float) -> list[Bucket]:
-    """Buckets of about limit_bytes, the last parameters (whose gradients come first) in the first
-    bucket; each of gradients that are summed in one dtype."""
-    buckets: list[list[nn.Parameter]] = []
-    nbytes = 0
-    for p in reversed(list(parameters)):
-        size = p.numel() * p.element_size()
-        other = buckets and sum_dtype(p) != sum_dtype(buckets[-1][0])
-        if not buckets or nbytes + size > limit_bytes or other:
-            buckets.append([])
-            nbytes = 0
-        buckets[-1].append(p)
-        nbytes += size
-    return [Bucket(bucket) for bucket in buckets]
+from megabatch.sync.summation import Bucket, OnPhase, TreeSum, buckets_of
+from megabatch.tree import deal
 
 
 class GradientSum:
@@ -115,9 +54,9 @@ class GradientSum:
         dtype = torch.float64 if double else torch.float32
         like = torch.empty(0, dtype=dtype, device=cluster.device)
         self._masters = masters or {}
-        self._cluster, self._by_tree = cluster, tree
-        self._buckets = buckets_of(parameters, bucket_bytes)
-        self._control = TreeSum(control.length(statistics), like)
+        self._cluster = cluster
+        self._buckets = buckets_of(parameters, bucket_bytes, tree)
+        self._control = TreeSum(control.length(statistics), like, tree)
         self._sums: dict[TreeSum, Tensor] = {}
         self._exposed = Exposed(cluster.device)
         self._taken = 0
@@ -271,16 +210,17 @@ class GradientSum:
 
     def _send(self, tree: TreeSum, own: Tensor | None = None) -> None:
         if self._planned is not None:
-            self._sums[tree] = total = tree.local_sum(own)
+            (total,) = tree.nodes
+            self._sums[tree] = total = total if own is None else total + own
             self._planned.send(total, self._left, is_control=own is not None)
             return
 
         if self._lane is None:
-            self._sums[tree] = tree.all_reduce(self._cluster, self._by_tree, own)
+            self._sums[tree] = tree.all_reduce(self._cluster, own)
             return
         cluster = self._lane.cluster
 
         def work(on_phase: OnPhase) -> None:
-            self._sums[tree] = tree.all_reduce(cluster, self._by_tree, own, on_phase)
+            self._sums[tree] = tree.all_reduce(cluster, own, on_phase)
 
         self._lane.send(work, self._left)

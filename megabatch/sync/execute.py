@@ -8,8 +8,7 @@ segment crosses the rows while another crosses the columns (the plans are those 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from megabatch.plans.message import piece
 from megabatch.sync.lanes import Closed, OnError, Reduction, StreamLane, ThreadLane
 from megabatch.sync.meeting import Meeting
 from megabatch.sync.program import RankPhase, program
-from megabatch.sync.segment import Segment
+from megabatch.sync.segment import Begun, Journey
 
 # Larger segments leave the network idle at both ends of a tensor, smaller ones pay more for each
 # message; a lane more than there are phases on the wire hides the turn-round of a step.
@@ -55,9 +54,9 @@ class Pipeline:
     Every worker makes it, in the same order as its other pipelines: they then agree on a number of
     their own, so that no two pipelines mix their messages (`number` is that of a meeting that was
     held already). Segment j of all that was ever submitted goes through lane j mod `lanes`, so
-    every worker must submit the same lengths in the same order. From a lane's thread,
-    `on_phase(bucket, phase)` is told what is about to be done, and `on_error(reduction, error)`
-    what went wrong; it must end the reduction.
+    every worker must submit the same lengths in the same order. Lanes note each phase that they
+    begin in `log`; from a lane's thread `on_error(reduction, error)` is told what went wrong, and
+    must end the reduction.
     """
 
     def __init__(
@@ -65,13 +64,13 @@ class Pipeline:
         cluster: Cluster,
         lanes: int = LANES,
         segment_bytes: int = SEGMENT_BYTES,
-        on_phase: Callable[[int, str], None] | None = None,
+        log: SimpleQueue[Begun] | None = None,
         on_error: OnError | None = None,
         number: int | None = None,
     ) -> None:
         if not 1 <= lanes <= _MOST_LANES:
             raise UserError(f"there are 1 to {_MOST_LANES} lanes, not {lanes}")
-        self._cluster, self._segment_bytes, self._on_phase = cluster, segment_bytes, on_phase
+        self._cluster, self._segment_bytes, self._log = cluster, segment_bytes, log
         if number is None:
             what = f"a pipeline of {lanes} lanes and segments of {segment_bytes} bytes"
             number = Meeting(cluster, what).number
@@ -153,17 +152,19 @@ class Pipeline:
             first, last = piece(index, count).bounds(len(flat))
             lane = self._submitted % len(self._lanes)
             self._submitted += 1
-            walk = partial(
-                self._walk,
+            journey = Journey(
                 flat[first:last],
                 wire,
                 phases,
                 [self._group(lane, phase) for phase in phases],
-                divide,
-                bucket,
-                _tag(self._number, lane, step, bucket),
+                rank=self._cluster.rank,
+                step=step,
+                bucket=bucket,
+                tag=_tag(self._number, lane, step, bucket),
+                divide=divide,
+                log=self._log,
             )
-            self._lanes[lane].run(walk, reduction)
+            self._lanes[lane].run(journey, reduction)
         return reduction
 
     def prepare(self, plan: Plan) -> None:
@@ -171,32 +172,6 @@ class Pipeline:
         if plan not in self._ready:
             self._make_groups(plan)
             self._ready.add(plan)
-
-    def _walk(
-        self,
-        flat: Tensor,
-        wire: torch.dtype | None,
-        phases: tuple[RankPhase, ...],
-        groups: list[Any],
-        divide: float,
-        bucket: int,
-        tag: int,
-        lane: ThreadLane | StreamLane,
-    ) -> None:
-        """Take one segment through all phases."""
-        lane.tag = tag
-        segment = Segment(flat, wire, lane.buffers)
-        lane.begin(phases, segment)
-        for (phase, members, sums, exchanges), group in zip(phases, groups, strict=True):
-            if self._on_phase is not None:
-                self._on_phase(bucket, str(phase))
-            if exchanges is None:
-                segment.collective(phase.op, members, self._cluster.rank, sums, group)
-            else:
-                for exchange in exchanges:
-                    lane.exchange(exchange, segment, group)
-                lane.end_phase()
-        segment.finish(divide)
 
     def _make_groups(self, plan: Plan) -> None:
         """Process groups for every lane; all workers make all of them, in the same order.

@@ -1,7 +1,8 @@
 """Heartbeats: what every rank is doing, in the store that the ranks met by, and who is to blame.
 
-A rank writes its step, bucket and phase there while it works. When a sum does not come, the others
-read all of them, name the rank furthest behind and end; nothing waits for ever.
+A rank notes each step, bucket and phase that it begins, and writes the last of them there at every
+pulse. When a sum does not come, the others read all of them, name the rank furthest behind and end;
+nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from megabatch.cluster import Cluster
 from megabatch.elastic.link import supervised
 from megabatch.errors import RunFailed
 from megabatch.sync.lanes import Closed, Reduction
+from megabatch.sync.segment import Begun
 
 _PATIENCE_SECONDS = 1.0
 _LEAVING_SECONDS = 10.0
@@ -55,7 +58,7 @@ class Heartbeat:
     raise Stalled within twice silent_seconds (or late_seconds, and an eighth of silent_seconds),
     and a process that is not over silent_seconds later, or ten seconds, is ended by force, with
     status 1; at once where it waits in the backend itself, as it does on a GPU. `store` holds keys
-    of this heartbeat alone.
+    of this heartbeat alone. Who works puts what it begins into `log`, from any thread.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Heartbeat:
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=max(silent_seconds, 1)))
         self._interval = silent_seconds / 8
+        self.log: SimpleQueue[Begun] = SimpleQueue()
         self._progress = Progress(0, 0, 0, "starting")
         self._count = 0
         self._waiting: dict[Reduction, float] = {}
@@ -96,20 +100,12 @@ class Heartbeat:
         self._guard.start()
         atexit.register(self.close)
 
-    def step(self, step: int) -> None:
-        """A new step begins."""
-        self._progress = Progress(step, 0, self._progress.order, "computing")
-
-    def at(self, bucket: int, phase: str) -> None:
-        """A phase of a bucket begins; called from lanes, which may be at several buckets."""
-        last = self._progress
-        self._progress = Progress(last.step, bucket, last.order + 1, phase)
-
     def expect(self, reduction: Reduction) -> None:
         """Watch over a sum: it ends well, or with Stalled."""
+        now = time.monotonic()
         with self._lock:
-            self._waiting[reduction] = time.monotonic()
-        reduction.then(lambda error: self._forget(reduction))
+            kept = {sum_: since for sum_, since in self._waiting.items() if not sum_.over.is_set()}
+            self._waiting = {**kept, reduction: now}
         if (over := self._over or self._given_up) is not None:
             reduction.end(over)
 
@@ -117,7 +113,8 @@ class Heartbeat:
     def blocked(self, phase: str) -> Iterator[None]:
         """Watch over the training thread while it waits for others where nothing can call it back:
         in a collective of the backend, or for a GPU whose stream waits in one."""
-        self.at(self._progress.bucket, phase)
+        now = self._now()
+        self.log.put((now.step, now.bucket, phase))
         self._blocked = time.monotonic()
         try:
             yield
@@ -156,7 +153,7 @@ class Heartbeat:
         self._end_all(Closed("closed before this sum was there"))
         if self._thread.is_alive():  # the store does not answer
             return
-        self._progress = self._progress._replace(phase=_CLOSED)
+        self._progress = self._now()._replace(phase=_CLOSED)
         with contextlib.suppress(Exception):  # the first to leave may take the store along
             self._pulse()
         del self._store  # the connection
@@ -166,9 +163,13 @@ class Heartbeat:
         self._given_up = Lost("another rank was lost")
         self._end_all(self._given_up)
 
-    def _forget(self, reduction: Reduction) -> None:
-        with self._lock:
-            self._waiting.pop(reduction, None)
+    def _now(self) -> Progress:
+        """How far this rank is, by all that was noted so far."""
+        with self._lock, contextlib.suppress(Empty):
+            while True:
+                step, bucket, phase = self.log.get_nowait()
+                self._progress = Progress(step, bucket, self._progress.order + 1, phase)
+        return self._progress
 
     def _guard_store(self) -> None:
         while not self._closing.wait(self._interval):
@@ -179,7 +180,7 @@ class Heartbeat:
                 self._end(
                     f"the ranks can no longer meet: the store has not answered for "
                     f"{self._silent:g} s (rank 0 holds it, where no launcher does: dead or "
-                    f"stopped); rank {self._rank} was at {self._progress}"
+                    f"stopped); rank {self._rank} was at {self._now()}"
                 )
                 return
 
@@ -196,12 +197,12 @@ class Heartbeat:
             if self._given_up is not None:
                 return
             if verdict is not None:
-                self._end(f"{verdict}; rank {self._rank} was at {self._progress}")
+                self._end(f"{verdict}; rank {self._rank} was at {self._now()}")
                 return
 
     def _pulse(self) -> None:
         self._count += 1
-        step, bucket, order, phase = self._progress
+        step, bucket, order, phase = self._now()
         self._store.set(f"{self._rank}", f"{self._count} {step} {bucket} {order} {phase}")
 
     def _verdict(self) -> str | None:
@@ -245,7 +246,7 @@ class Heartbeat:
     def _since(self) -> float | None:
         """When this rank began to wait for what it waits for longest."""
         with self._lock:
-            since = [*self._waiting.values()]
+            since = [at for sum_, at in self._waiting.items() if not sum_.over.is_set()]
         blocked = self._blocked
         return min(since if blocked is None else [*since, blocked], default=None)
 
@@ -254,7 +255,7 @@ class Heartbeat:
         others = [rank for rank in range(self._world) if rank != self._rank]
         keys = [str(rank) for rank in others]
         beats = self._store.multi_get(keys) if self._store.check(keys) else map(self._beat, keys)
-        now, progress = time.monotonic(), {self._rank: self._progress}
+        now, progress = time.monotonic(), {self._rank: self._now()}
         for rank, beat in zip(others, beats, strict=True):
             count, step, bucket, order, phase = beat.decode().split(" ", 4)
             progress[rank] = Progress(int(step), int(bucket), int(order), phase)

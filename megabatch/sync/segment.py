@@ -1,4 +1,5 @@
-"""One segment of a tensor on its way through a plan, and what a half-precision wire does to it.
+"""One segment of a tensor on its way through a plan, phase by phase: its messages by gloo or NCCL,
+and what a half-precision wire does to it.
 
 Sums stay in fp32 (or fp64) where they are; only messages are rounded. What travels is the sum
 divided by the power of two next above the number of ranks that it counts, a mean more or less, so a
@@ -8,6 +9,10 @@ of ranks. (Jia et al. 2018 send fp16 gradients; where to divide is ours.)
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -17,6 +22,7 @@ from torch import Tensor
 from megabatch.plans import Group, Move
 from megabatch.plans.message import Slice, piece
 from megabatch.plans.phase import Op
+from megabatch.sync.program import Exchange, RankPhase
 
 # torch 2.13 has new names for these and warns on the old ones; 2.11 has only the old ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,6 +30,129 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 _HALVES = (torch.float16, torch.bfloat16)
 _ALIGNED = 64
+
+Begun = tuple[int, int, str]
+"""a step, a bucket of it, and the phase of it that begins"""
+
+
+@dataclass(frozen=True)
+class Journey:
+    """A piece of a tensor, and its way through a plan: what a lane is given to do."""
+
+    piece: Tensor
+    wire: torch.dtype | None
+    phases: tuple[RankPhase, ...]
+    process_groups: Sequence[Any]
+    """one a phase: the backend's, where it does the phase or carries its messages"""
+    rank: int
+    step: int
+    bucket: int
+    tag: int
+    divide: float
+    log: SimpleQueue[Begun] | None
+    """where each phase is noted as it begins, for whoever watches"""
+
+    def walk(self, messages: GlooMessages | NcclMessages, buffers: Buffers) -> None:
+        """Take the piece through all phases; in place, and divided at the end."""
+        segment = Segment(self.piece, self.wire, buffers)
+        messages.expect(self.phases, segment, self.tag)
+        for (phase, group, sums, exchanges), process_group in zip(
+            self.phases, self.process_groups, strict=True
+        ):
+            if self.log is not None:
+                self.log.put((self.step, self.bucket, str(phase)))
+            if exchanges is None:
+                segment.collective(phase.op, group, self.rank, sums, process_group)
+            else:
+                for exchange in exchanges:
+                    messages.exchange(exchange, segment, process_group)
+                messages.end_phase()
+        segment.finish(self.divide)
+
+
+class GlooMessages:
+    """A lane's messages over gloo, in the workers' own group: a journey's tag keeps them apart from
+    those of all other lanes.
+
+    All receives of a segment are posted before its first send, because gloo moves data only when
+    the receiver has said that it is ready.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._tag = 0
+        self._expected: deque[list[tuple[Move, Tensor, Any]]] = deque()
+        self._sent: list[Any] = []
+
+    def expect(self, phases: tuple[RankPhase, ...], segment: Segment, tag: int) -> None:
+        """Post all receives of a segment.
+
+        A message that replaces a part of the sum may arrive early: it holds what this rank sent of
+        that part, so it cannot come before that was read.
+        """
+        self._tag = tag
+        self._expected.clear()
+        for exchange in (exchange for phase in phases for exchange in phase.exchanges or ()):
+            arriving = [(move, segment.incoming(move)) for move in exchange.receives]
+            self._expected.append(
+                [
+                    (move, buffer, self._receive(buffer, move.peer))
+                    for move, buffer in arriving
+                    if buffer is not None
+                ]
+            )
+
+    def exchange(self, exchange: Exchange, segment: Segment, process_group: Any) -> None:
+        for move in exchange.sends:
+            message = segment.outgoing(move, exchange.sums)
+            if message is not None:
+                self._sent.append(
+                    dist.isend(message, group=self._group, group_dst=move.peer, tag=self._tag)
+                )
+        for move, message, coming in self._expected.popleft():
+            coming.wait()
+            segment.receive(move, message, exchange.sums)
+
+    def end_phase(self) -> None:
+        """The next phase may add to what was sent in this one."""
+        for sent in self._sent:
+            sent.wait()
+        self._sent = []
+
+    def give_up(self) -> tuple[Any, Any]:
+        """The messages on their way, which nobody here waits for any more."""
+        left = self._expected, self._sent
+        self._expected, self._sent = deque(), []
+        return left
+
+    def _receive(self, buffer: Tensor, peer: int) -> Any:
+        return dist.irecv(buffer, group=self._group, group_src=peer, tag=self._tag)
+
+
+class NcclMessages:
+    """A lane's messages over NCCL, on the present stream, in a communicator of the lane's own: the
+    sends and receives of an exchange are given to it at once."""
+
+    def expect(self, phases: tuple[RankPhase, ...], segment: Segment, tag: int) -> None:
+        """Receives are posted with the sends of their exchange."""
+
+    def exchange(self, exchange: Exchange, segment: Segment, process_group: Any) -> None:
+        outgoing = [(move, segment.outgoing(move, exchange.sums)) for move in exchange.sends]
+        incoming = [(move, segment.incoming(move)) for move in exchange.receives]
+        together = [
+            dist.P2POp(call, message, group=process_group, group_peer=move.peer)
+            for call, side in ((dist.isend, outgoing), (dist.irecv, incoming))
+            for move, message in side
+            if message is not None
+        ]
+        for work in dist.batch_isend_irecv(together) if together else []:
+            work.wait()
+        for move, message in incoming:
+            if message is not None:
+                segment.receive(move, message, exchange.sums)
+
+    def end_phase(self) -> None:
+        """The stream keeps the order."""
 
 
 class Buffers:

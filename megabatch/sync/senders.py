@@ -5,7 +5,6 @@ hide."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,9 +23,11 @@ from megabatch.sync.execute import LANES, SEGMENT_BYTES, WIRES, Pipeline
 from megabatch.sync.heartbeat import Heartbeat
 from megabatch.sync.lanes import Reduction
 from megabatch.sync.meeting import Disagreement, Meeting
-from megabatch.sync.summation import OnPhase, untold
+from megabatch.sync.summation import OnPhase
 
 _PATIENCE_SECONDS = 2.0
+_COMPUTING = "computing"
+"""what a rank does when a step's first bucket is there and no phase of it has begun"""
 
 
 class Exposed:
@@ -92,9 +93,14 @@ class Lane:
         watch = self.heartbeat
         if bucket == 0:
             self._steps += 1
+        step = self._steps
+
+        def on_phase(phase: str) -> None:
             if watch:
-                watch.step(self._steps)
-        on_phase: OnPhase = functools.partial(watch.at, bucket) if watch else untold
+                watch.log.put((step, bucket, phase))
+
+        if bucket == 0:
+            on_phase(_COMPUTING)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -188,7 +194,7 @@ class Planned:
                 cluster,
                 lanes,
                 segment_bytes,
-                on_phase=watch.at if watch else None,
+                log=watch.log if watch else None,
                 on_error=watch.failed if watch else None,
                 number=self._meeting.number,
             )
@@ -213,7 +219,7 @@ class Planned:
             self._sent.clear()
             self.steps += 1
             if self.heartbeat:
-                self.heartbeat.step(self.steps)
+                self.heartbeat.log.put((self.steps, 0, _COMPUTING))
         # Counts and flags travel as they are, whatever the gradients do.
         wire = None if is_control else self._wire
         travels = wire or total.dtype

@@ -1,10 +1,10 @@
-"""One order of summation: a sum over micro-batches along the tree of batch.py, over any number of
-workers, with the same bits."""
+"""One order of summation: a sum over micro-batches along the tree of tree.py, over any number of
+workers, with the same bits; and the buckets, which sum some parameters' gradients so."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -65,11 +65,15 @@ def tree_all_reduce(
 
 class TreeSum:
     """The running sum of one flat vector over this worker's micro-batches, bracketed as the tree
-    says."""
+    says.
 
-    def __init__(self, length: int, like: Tensor) -> None:
-        self.length, self._like = length, like
-        self._stack: list[Tensor] = []
+    When it is `complete`, `nodes` are what this worker contributes to the sum over all: its largest
+    nodes of the tree, or one vector where not `by_tree`: then any order will do.
+    """
+
+    def __init__(self, length: int, like: Tensor, by_tree: bool = True) -> None:
+        self.length, self._like, self._by_tree = length, like, by_tree
+        self.nodes: list[Tensor] = []
         self._spare: list[Tensor] = []
         self.begin(0, (0, 0))
 
@@ -79,54 +83,118 @@ class TreeSum:
 
         The vectors of the sum before are free again.
         """
-        self._spare += self._stack
-        self._stack.clear()
+        self._spare += self.nodes
+        self.nodes = []
         self._count, self._folds = count, _folds(count, dealt)
         self.pushed = 0
+        self._see_whether_complete()
 
     def fresh(self) -> Tensor:
         """A vector to fill and push, with anything in it."""
         return self._spare.pop() if self._spare else self._like.new_empty(self.length)
 
     def push(self, leaf: Tensor) -> None:
-        self._stack.append(leaf)
+        self.nodes.append(leaf)
         for _ in range(self._folds[self.pushed]):
-            right = self._stack.pop()
-            self._stack[-1] += right
+            right = self.nodes.pop()
+            self.nodes[-1] += right
             self._spare.append(right)
         self.pushed += 1
-
-    @property
-    def complete(self) -> bool:
-        return self.pushed == len(self._folds)
+        self._see_whether_complete()
 
     def all_reduce(
-        self,
-        cluster: Cluster,
-        by_tree: bool,
-        own: Tensor | None = None,
-        on_phase: OnPhase = untold,
+        self, cluster: Cluster, own: Tensor | None = None, on_phase: OnPhase = untold
     ) -> Tensor:
-        """The sum over all workers; it may share memory with this one's vectors until begin()."""
-        if by_tree or cluster.world == 1:
+        """The sum over all workers, and over each one's `own` vector; it may share memory with
+        this one's vectors until begin()."""
+        if self._by_tree or cluster.world == 1:
             return tree_all_reduce(self._rows(), self._count, cluster, own, on_phase)
-        total = self.local_sum(own)
+        (total,) = self.nodes
+        total = total if own is None else total + own
         on_phase("backend: all_reduce")
         dist.all_reduce(total, group=cluster.group)
         return total
 
-    def local_sum(self, own: Tensor | None = None) -> Tensor:
-        """What this worker contributes to a sum in any order."""
-        rows = self._rows()
-        total = rows[0] if len(rows) == 1 else rows.sum(0)
-        return total if own is None else total + own
+    def _see_whether_complete(self) -> None:
+        self.complete = self.pushed == len(self._folds)
+        if self.complete and not self._by_tree and len(self.nodes) != 1:
+            total = self.fresh()
+            torch.sum(self._rows(), 0, out=total)
+            self._spare += self.nodes
+            self.nodes = [total]
 
     def _rows(self) -> Tensor:
-        if len(self._stack) == 1:
-            return self._stack[0][None]
-        return torch.stack(self._stack) if self._stack else self._like.new_empty(0, self.length)
+        if len(self.nodes) == 1:
+            return self.nodes[0][None]
+        return torch.stack(self.nodes) if self.nodes else self._like.new_empty(0, self.length)
 
 
 @functools.cache
 def _folds(count: int, dealt: Node) -> list[int]:
     return [fold for node in largest_nodes(count, dealt) for fold in folds(node)]
+
+
+# --- buckets -----------------------------------------------------------------------------------
+
+
+def sum_dtype(tensor: Tensor) -> torch.dtype:
+    """What gradients of a tensor are summed in: half precision in fp32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+class Bucket:
+    """Some parameters whose gradients travel together in one flat vector, half ones in fp32."""
+
+    def __init__(self, parameters: list[nn.Parameter], by_tree: bool = True) -> None:
+        self.parameters = parameters
+        self.sizes = [p.numel() for p in parameters]
+        like = parameters[0].detach()
+        self.tree = TreeSum(sum(self.sizes), like.to(sum_dtype(like)), by_tree)
+        self.missing = len(parameters)
+        self._views: dict[int, list[Tensor]] = {}
+        """of the tree's own vectors, which it uses again and again, by address"""
+
+    def begin(self, count: int, dealt: Node) -> None:
+        for p in self.parameters:
+            p.grad = None
+        self.tree.begin(count, dealt)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A flat vector's pieces, each as its parameter is laid out."""
+        # In each parameter's own layout: else what works on many tensors at once takes them singly.
+        return self._views.get(flat.data_ptr()) or [
+            piece.as_strided(p.shape, p.stride())
+            for piece, p in zip(flat.split(self.sizes), self.parameters, strict=True)
+        ]
+
+    def collect(self) -> Tensor:
+        """Move the parameters' gradients into the tree; returns their sum of squares."""
+        flat = self.tree.fresh()
+        # Backward may not have reached all of them.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        views = self._views[flat.data_ptr()] = self.views(flat)
+        torch._foreach_copy_(views, gradients)
+        for p in self.parameters:
+            p.grad = None
+        self.missing = len(self.parameters)
+        squares = flat.dot(flat)
+        self.tree.push(flat)
+        return squares
+
+
+def buckets_of(
+    parameters: Iterable[nn.Parameter], limit_bytes: float, by_tree: bool = True
+) -> list[Bucket]:
+    """Buckets of about limit_bytes, the last parameters (whose gradients come first) in the first
+    bucket; each of gradients that are summed in one dtype."""
+    buckets: list[list[nn.Parameter]] = []
+    nbytes = 0
+    for p in reversed(list(parameters)):
+        size = p.numel() * p.element_size()
+        other = buckets and sum_dtype(p) != sum_dtype(buckets[-1][0])
+        if not buckets or nbytes + size > limit_bytes or other:
+            buckets.append([])
+            nbytes = 0
+        buckets[-1].append(p)
+        nbytes += size
+    return [Bucket(bucket, by_tree) for bucket in buckets]

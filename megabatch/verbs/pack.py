@@ -86,7 +86,7 @@ def _check(flags: PackFlags) -> None:
 def _pack(flags: PackFlags, threads: int) -> tuple[int, dict[str, Any]]:
     from megabatch.data.jpeg import Encoding
     from megabatch.data.origins import open_origin
-    from megabatch.data.packing import pack
+    from megabatch.data.packs.making import pack
 
     source, out = Path(flags.source), Path(flags.out)
     if source.is_dir():
@@ -128,7 +128,7 @@ def _pack(flags: PackFlags, threads: int) -> tuple[int, dict[str, Any]]:
 
 
 def _verify(path: Path, threads: int) -> tuple[int, dict[str, Any]]:
-    from megabatch.data.packfile import verify
+    from megabatch.data.packs.reading import verify
 
     with counting("verifying", to_people()) as progress:
         found = verify(path, threads, progress)

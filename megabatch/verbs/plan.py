@@ -27,6 +27,7 @@ from megabatch.report import tables
 from megabatch.report.plain import fastest, text
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse
+from megabatch.verbs.sizing import recipe_named
 
 
 def _optional(metavar: str) -> Any:
@@ -77,18 +78,16 @@ class PublishedFlags:
 
 
 def run(arguments: list[str]) -> int:
-    if not arguments or arguments[0].startswith("-"):
-        if "-h" in arguments or "--help" in arguments:
-            return _help()
-        known = ", ".join(recipes.RECIPES)
-        raise UserError(f"plan needs a recipe: one of {known}, a config.json, published or today")
+    name = recipe_named("plan", arguments, "a config.json, published or today")
+    if name is None:
+        return _help()
     if arguments == ["today"]:
         print(tables.today())
         return DONE
-    if arguments[0] == "published":
+    if name == "published":
         return _published(parse(PublishedFlags, "plan published", arguments[1:]))
-    flags = parse(PlanFlags, f"plan {arguments[0]}", arguments[1:])
-    config = _config(arguments[0], flags.epochs, flags.batch)
+    flags = parse(PlanFlags, f"plan {name}", arguments[1:])
+    config = _config(name, flags.epochs, flags.batch)
     model = (
         workload.load(flags.workload)
         if flags.workload is not None

@@ -26,6 +26,15 @@ class Size:
     data: Place = field(default_factory=Place)
 
 
+def recipe_named(verb: str, arguments: list[str], also: str) -> str | None:
+    """What a line names first: a recipe, or what it says `also`; None: the line asks for help."""
+    if arguments and not arguments[0].startswith("-"):
+        return arguments[0]
+    if {"-h", "--help"} & {*arguments}:
+        return None
+    raise UserError(f"{verb} needs a recipe: one of {', '.join(recipes.RECIPES)}, {also}")
+
+
 def sized(name: str, words: str, arguments: list[str], batch: int | None = None) -> Config:
     """The recipe for what `megabatch WORDS ...` gives, or for another batch."""
     size = parse_some(Size, words, arguments)
@@ -50,7 +59,7 @@ def _images_in(path: str) -> int | None:
     """How many training images a pack has; None for anything else, which would have to be read."""
     if not path.endswith(".arrow"):
         return None
-    from megabatch.data.packfile import Pack, PackError
+    from megabatch.data.packs.reading import Pack, PackError
 
     try:
         first, last = Pack(path).about.splits.get("train", (0, 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shlex
@@ -15,18 +14,16 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megabatch import recipes
 from megabatch.cluster import Cluster, under_launcher
 from megabatch.config import Config
 from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest
 from megabatch.recipes.by_batch import fitted
-from megabatch.stopping import keep_stop_requests
 from megabatch.study.arms import ARMS
 from megabatch.study.trials import RECIPE, Plan
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
-from megabatch.verbs.sizing import doubts, sized
-from megabatch.verbs.workers import on_workers
+from megabatch.verbs.sizing import doubts, recipe_named, sized
+from megabatch.verbs.workers import keeping_stop_requests, on_workers
 from megabatch.verbs.writing import say, say_result, write_whole
 
 
@@ -81,20 +78,18 @@ class Given:
 
 
 def run(arguments: list[str]) -> int:
-    with contextlib.nullcontext() if under_launcher() else keep_stop_requests():
+    with keeping_stop_requests():
         return _run(arguments)
 
 
 def _run(arguments: list[str]) -> int:
-    if not arguments or arguments[0].startswith("-"):
-        if "-h" in arguments or "--help" in arguments:
-            return _help()
-        known = ", ".join(recipes.RECIPES)
-        raise UserError(f"study needs a recipe: one of {known}, or the config.json of a run")
-    plan, flags = read_flags(arguments[0], arguments[1:])
+    recipe = recipe_named("study", arguments, "or the config.json of a run")
+    if recipe is None:
+        return _help()
+    plan, flags = read_flags(recipe, arguments[1:])
     if not under_launcher():
         for (arm, _), config in plan.configs.items():
-            for sentence in doubts(arguments[0], config) if arm == RECIPE else ():
+            for sentence in doubts(recipe, config) if arm == RECIPE else ():
                 say(sentence, progress=True)
     name = next(iter(plan.configs.values())).name
     out = flags.out or f"runs/study-{name}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -20,12 +19,11 @@ from megabatch.config import Config
 from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
 from megabatch.errors import DONE, STOPPED, UserError
-from megabatch.stopping import keep_stop_requests
 from megabatch.verbs.brief import show_brief
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
-from megabatch.verbs.sizing import doubts, sized
-from megabatch.verbs.workers import MOST_WORKERS, check_workers, on_workers
+from megabatch.verbs.sizing import doubts, recipe_named, sized
+from megabatch.verbs.workers import MOST_WORKERS, check_workers, keeping_stop_requests, on_workers
 from megabatch.verbs.writing import say, say_result
 
 
@@ -71,26 +69,23 @@ class TrainFlags:
 
 
 def run(arguments: list[str]) -> int:
-    # Under a launcher a worker that waits for others had better end at once.
-    with contextlib.nullcontext() if under_launcher() else keep_stop_requests():
+    with keeping_stop_requests():
         return _run(arguments)
 
 
 def _run(arguments: list[str]) -> int:
-    if not arguments or arguments[0].startswith("-"):
-        if "-h" in arguments or "--help" in arguments:
-            return _help()
-        known = ", ".join(recipes.RECIPES)
-        raise UserError(f"train needs a recipe: one of {known}, or the config.json of a run")
+    name = recipe_named("train", arguments, "or the config.json of a run")
+    if name is None:
+        return _help()
     if {"-h", "--help"} & {*arguments}:
-        show_brief(f"train {arguments[0]}", Launch(), recipes.named(arguments[0], None, None))
+        show_brief(f"train {name}", Launch(), recipes.named(name, None, None))
         return DONE
     whole = ["--help" if word == "--help-all" else word for word in arguments[1:]]
-    config, launch = read_flags(arguments[0], whole)
+    config, launch = read_flags(name, whole)
     if launch.resume and launch.out is None:
         raise UserError("--resume needs --out: name the folder of the run that is to go on")
     if not under_launcher():
-        for sentence in doubts(arguments[0], config):
+        for sentence in doubts(name, config):
             say(sentence, progress=True)
     out = launch.out or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     call = (config, launch.device, launch.grid, out, launch.resume, launch.log_mlperf)

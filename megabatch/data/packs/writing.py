@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy
 from numpy.typing import NDArray
 
-from megabatch.data.packfile import COLUMNS, About, sealed
+from megabatch.data.packs.reading import COLUMNS, About, sealed
 
 _FAR = 10**17  # no position in a file has more digits
 

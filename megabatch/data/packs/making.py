@@ -26,10 +26,10 @@ import torch
 from numpy.typing import NDArray
 
 from megabatch.config import Data
-from megabatch.data.arrow import Index, write
 from megabatch.data.jpeg import BadImage, Encoding, Stored, encode
 from megabatch.data.origins import Origin
-from megabatch.data.packfile import About
+from megabatch.data.packs.reading import About
+from megabatch.data.packs.writing import Index, write
 from megabatch.data.source import hold_out_order
 from megabatch.durable import sync
 from megabatch.errors import UserError
