@@ -12,10 +12,12 @@ counted, and a line is laid through each (Theil and Sen's, which a few outliers 
 import contextlib
 import itertools
 import json
+import multiprocessing.util
 import os
 import platform
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -279,29 +281,30 @@ def main(minutes: float = 60, pause: float = 0, seed: int = 0, out: Path | None 
     except hosts.CannotEmulate as error:
         kinds.pop("hosts lost")
         print(f"no hosts are lost: {error}")
-    with tempfile.TemporaryDirectory(prefix="soak-") as place:
-        folder = Path(place)
-        (folder / "tmp").mkdir()
-        os.environ["TMPDIR"] = str(folder / "tmp")
-        tempfile.tempdir = None  # asks for TMPDIR again
-        alone = folder / "alone"
-        weights = Run(command(1, EPOCHS, alone), alone).weights()
-        steps = steps_of(alone)
-        turns = itertools.cycle(kinds)
-        while time.monotonic() - began < 60 * minutes:
-            rows.append(held(folder))
-            kind, run = next(turns), folder / "run"
-            found = kinds[kind](run, chance)
-            good = found == "equal" if kind == "chaos" else (found, steps_of(run)) == (
-                weights, steps,
-            )  # fmt: skip
-            if not good:
-                wrong.append(f"run {len(rows)}, {kind}: {found}")
-            ran[kind] = ran.get(kind, 0) + 1
-            print(f"{len(rows)}: {kind}: {'equal' if good else 'NOT EQUAL'}", flush=True)
-            subprocess.run(["rm", "-rf", str(run)], check=True)
-            time.sleep(pause)
-            write(out, record(seed, began, rows, ran, wrong))
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    # After multiprocessing has removed what it has in there.
+    multiprocessing.util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-300)
+    (folder / "tmp").mkdir()
+    os.environ["TMPDIR"] = str(folder / "tmp")
+    tempfile.tempdir = None  # asks for TMPDIR again
+    alone = folder / "alone"
+    weights = Run(command(1, EPOCHS, alone), alone).weights()
+    steps = steps_of(alone)
+    turns = itertools.cycle(kinds)
+    while time.monotonic() - began < 60 * minutes:
+        rows.append(held(folder))
+        kind, run = next(turns), folder / "run"
+        found = kinds[kind](run, chance)
+        good = found == "equal" if kind == "chaos" else (found, steps_of(run)) == (
+            weights, steps,
+        )  # fmt: skip
+        if not good:
+            wrong.append(f"run {len(rows)}, {kind}: {found}")
+        ran[kind] = ran.get(kind, 0) + 1
+        print(f"{len(rows)}: {kind}: {'equal' if good else 'NOT EQUAL'}", flush=True)
+        shutil.rmtree(run, ignore_errors=True)
+        time.sleep(pause)
+        write(out, record(seed, began, rows, ran, wrong))
     found = record(seed, began, rows, ran, wrong)
     print(json.dumps({**found, "before each run": "..."}, indent=2))
     grown = [name for name, one in found["held"].items() if not one["steady"]]
