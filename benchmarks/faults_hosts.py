@@ -37,7 +37,6 @@ CUT_SECONDS = 3 * PATIENCE_SECONDS
 STUCK_SECONDS = 240.0
 """without a step, or between the end of a run and that of its agents"""
 RATE = "400mbit"
-FAULTS_A_RUN = 2
 
 
 @dataclass(frozen=True)
@@ -225,6 +224,7 @@ def trial(
     count: int,
     epochs: float,
     seed: int,
+    a_run: int,
     until: float = float("inf"),
     each: Callable[[list[Outcome]], object] = lambda _: None,
 ) -> list[Outcome]:
@@ -246,7 +246,7 @@ def trial(
             due = [kind for kind, number in left.items() for _ in range(max(0, number))]
             if not due:
                 break
-            kinds = chance.sample(due, min(FAULTS_A_RUN, len(due)))
+            kinds = chance.sample(due, min(a_run, len(due)))
             faults, out = drawn(chance, kinds, count), folder / f"run{len(outcomes)}"
             print(f"run {len(outcomes) + 1}: {', '.join(map(str, faults))}", flush=True)
             with_words = lambda words: print(words, flush=True)  # noqa: E731
@@ -272,11 +272,14 @@ def main(
     count: int = 4,
     epochs: float = 8,
     seed: int = 0,
+    a_run: int = 3,
     minutes: float = 120,
     out: Path | None = None,
 ) -> None:
-    """`count` hosts; `minutes`: no run is begun after so long."""
+    """`count` hosts; `a_run`: faults in each run; `minutes`: no run is begun after so long."""
     hosts.check()
+    if not 1 <= a_run < count:
+        raise SystemExit(f"--a-run is {a_run}; give 1 to {count - 1}: one host must be left")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()
 
@@ -313,7 +316,7 @@ def main(
 
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         until = began + 60 * minutes
-        outcomes = trial(Path(folder), losses, cuts, count, epochs, seed, until, record)
+        outcomes = trial(Path(folder), losses, cuts, count, epochs, seed, a_run, until, record)
     found = record(outcomes)
     print(json.dumps({**found, "each run": "..."}, indent=2))
     if found["wrong"]:
