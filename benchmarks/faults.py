@@ -116,9 +116,8 @@ def killing(
             killed += 1
             while chance.random() < AT_ONCE and killed < kills:
                 time.sleep(chance.uniform(0, 2))
-                at_once += run.kill_one(chance)
-                killed += 1
-                began = 0.0
+                hit = run.kill_one(chance)
+                at_once, killed, began = at_once + hit, killed + hit, 0.0
             # A step's line is written in the step after it: one that was begun after the kill.
             if run.comes_to(before + 2) and began:
                 seconds.append(time.monotonic() - began)

@@ -70,6 +70,33 @@ def address(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
+def cut(name: str) -> None:
+    """Unplug a host at the switch: nothing comes or goes, and nobody is told."""
+    _ip(f"link set {_port(name)} down")
+
+
+def plug_in(name: str) -> None:
+    _ip(f"link set {_port(name)} up")
+
+
+def _port(name: str) -> str:
+    """The switch's end of a host's link."""
+    mark, _, index = name.rpartition("h")
+    return f"{mark}p{index}"
+
+
+def processes(name: str) -> list[int]:
+    return [int(process) for process in _ip(f"netns pids {name}").split()]
+
+
+def kill(name: str) -> None:
+    """All that runs in a host, at once; whoever is started meanwhile too."""
+    while found := processes(name):
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
 def sent_bytes(name: str) -> int:
     """What a host has sent over its link so far, by the interface's own counter."""
     counter = _run(f"ip netns exec {name} cat /sys/class/net/eth0/statistics/tx_bytes")

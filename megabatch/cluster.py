@@ -460,8 +460,15 @@ def _shared_file(path: str, place: Place, me: str) -> Any:
 
     if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
         raise UserError(f"MEGABATCH_STORE is {path}, but {me} and sees no such folder")
-    store = dist.FileStore(path, place.world)  # type: ignore[attr-defined]
-    if store.compare_set(f"megabatch {place.rank}", "", _MARK) != _MARK.encode():
+    try:
+        store = dist.FileStore(path, place.world)  # type: ignore[attr-defined]
+        known = store.compare_set(f"megabatch {place.rank}", "", _MARK)
+    except RuntimeError as error:
+        raise UserError(
+            f"{me} but they cannot meet by {path}: {str(error).splitlines()[0]}: make room there, "
+            f"or name another place for temporary files with TMPDIR"
+        ) from None
+    if known != _MARK.encode():
         raise UserError(
             f"{me} but {path} knows another: it is left from an earlier run; set MEGABATCH_STORE "
             f"to a file that does not exist yet"

@@ -76,10 +76,12 @@ class Parts:
             **self.average.tensors(),
         }
 
-    def replicated(self) -> Iterator[Tensor]:
+    def replicated(self, buffers: bool = True) -> Iterator[Tensor]:
         """What every worker holds alike, bit for bit, after each step: all of a checkpoint, but for
-        the buffers that a module of the caller's keeps as it likes."""
-        yield from self.net.parameters() if self.own else self.net.state_dict().values()
+        the buffers that a module of the caller's keeps as it likes. Without `buffers`: also in the
+        middle of an evaluation, which may compute them anew."""
+        alike = buffers and not self.own
+        yield from self.net.state_dict().values() if alike else self.net.parameters()
         for held in self.optimizer.state.values():
             yield from (value for value in held.values() if isinstance(value, Tensor))
         parts = (self.masters, self.scale) if self.own else (self.masters, self.scale, self.average)

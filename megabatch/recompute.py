@@ -40,4 +40,6 @@ def recompute_statistics(parts: Parts, loader: Loader, images: int, cluster: Clu
                 torch.manual_seed(keyed(parts.config.seed, Purpose.GENERATOR, micro.first))
             parts.net(micro.images)
             total.push(moments.take())
-    moments.put(total.all_reduce(cluster) / count)
+    with parts.engine.blocked("the end of batch norm's statistics"):
+        mean = total.all_reduce(cluster) / count
+    moments.put(mean)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _kept: list[int] = []
+_keepers = 0
 _TWICE_SECONDS = 0.5
 
 
@@ -51,11 +52,19 @@ def answering(answer: Callable[[int], object]) -> Iterator[None]:
 @contextlib.contextmanager
 def keep_stop_requests() -> Iterator[None]:
     """Keep requests for whoever takes them."""
+    global _keepers
     with answering(_kept.append):
+        _keepers += 1
         try:
             yield
         finally:
+            _keepers -= 1
             _kept.clear()
+
+
+def stop_is_kept() -> bool:
+    """Whether a request waits for who takes it."""
+    return bool(_kept)
 
 
 def take_stop_requests() -> list[int]:
@@ -67,15 +76,21 @@ def take_stop_requests() -> list[int]:
 @contextlib.contextmanager
 def stop_requests(speaks: bool, stop: StopAsked | None = None) -> Iterator[Callable[[], bool]]:
     """Whether a stop was asked for; the control vector tells the other workers. `stop` may know of
-    one already."""
-    stop = stop or StopAsked()
+    one already, and stays its caller's. A run that ends leaves what it was asked to whoever keeps
+    requests: it may have come too late for this run, but not for the next."""
+    remembered, stop, ended = stop is not None, stop or StopAsked(), False
 
     def ask(_: int) -> None:
         if stop.ask() and speaks:
             # Not print(): the signal may have come while something was being printed.
             os.write(2, b"stopping after this step, with a checkpoint; again ends it at once\n")
 
-    with answering(ask):
-        if take_stop_requests():
-            ask(0)
-        yield lambda: stop.when is not None
+    try:
+        with answering(ask):
+            if take_stop_requests():
+                ask(0)
+            yield lambda: stop.when is not None
+        ended = True
+    finally:
+        if stop.when is not None and _keepers and (ended or not remembered):
+            _kept.append(signal.SIGTERM)

@@ -35,13 +35,13 @@ from megabatch.runs.diagnosis import diagnosis, divergence
 from megabatch.runs.folder import RunFolder, State
 from megabatch.runs.listening import Logger, Theirs, check_loggers
 from megabatch.runs.loggers import Log
-from megabatch.runs.memory import Memory, copied
+from megabatch.runs.memory import Memory, compared, copied
 from megabatch.runs.progress import say, to_people
 from megabatch.runs.verdict import Clock, Effort, Facts, idle_workers
 from megabatch.step import DelayedNumbers, StepResult, score, train_step
 from megabatch.stopping import stop_requests
 from megabatch.sync.control import StepNumbers
-from megabatch.sync.replicas import Replicas
+from megabatch.sync.replicas import Comparison, Replicas, checksum
 
 _MOST_SKIPPED = 20
 
@@ -133,7 +133,7 @@ def _train(
         stop_asked = ending.enter_context(stop_requests(speaks, passage.stop))
         if sources is None and not passage.again:
             log.say(f"reading the images: {whose(config)}")
-        held = copied(passage.memory, cluster) if passage.copies else None
+        held = _held(config, cluster, passage, place)
         left_out = None if held is None else held.left_out
         train_set, val_set = sources or open_sources(config, data, cluster, left_out=left_out)
         images = len(train_set)
@@ -186,6 +186,20 @@ def _train(
         return run.finished(train_set.classes)
 
 
+def _held(
+    config: Config, cluster: Cluster, passage: Passage[Memory], place: Path | None
+) -> Memory | None:
+    """What this world's workers hold of the run: that of the first, once those that are as far as
+    it are known to hold the same."""
+    if not passage.copies:
+        return None
+    if config.compare_every > 0:
+        comparison = compared(passage.memory, cluster)
+        if comparison.differing():
+            raise divergence(comparison, place)
+    return copied(passage.memory, cluster)
+
+
 class _Run:
     """A run in one world of workers: how far it is, and what is due between two steps."""
 
@@ -203,9 +217,9 @@ class _Run:
     ) -> None:
         self.config, self.cluster, self.parts, self.loader = config, cluster, parts, loader
         self.folder, self.log, self.state, self.facts = folder, log, state, facts
-        self.images, self.first_seen = images, state.seen
-        self.ended = "finished"
-        self.delayed, self.clock = DelayedNumbers(state.pending), Clock(state.seconds)
+        self.images, self.ended = images, "finished"
+        self.delayed = DelayedNumbers(state.pending)
+        self.clock = Clock(state.seconds, state.training_seconds)
         self.replicas = Replicas(cluster, config.compare_every, parts.engine.blocked)
 
     @property
@@ -228,13 +242,27 @@ class _Run:
 
     def go_on(self) -> None:
         """From where another world of workers left the run, perhaps at its target."""
-        if self.state.evaluated_at == self.state.seen and self._reaches(self.state.evaluation):
+        state = self.state
+        if state.evaluated_at == state.seen and self._reaches(state.evaluation):
             self.ended = "target"
+        if state.best_at == state.seen:  # who was to write it may be lost
+            self._save(None, last=False, best=True)
+            self.folder.wait()
 
     def memory(self, left_out: tuple[int, ...]) -> Memory:
-        """What the rest of the run depends on, as it is now."""
-        self.state.pending, self.state.seconds = self.delayed.state(), self.clock.seconds
-        return Memory.of(self.state, self.log.recent, left_out, self.parts)
+        """What the rest of the run depends on, as it is now; an error where workers are known to
+        differ, for one of them would be copied."""
+        self._read_comparison()
+        self._tell_time()
+        self.state.pending = self.delayed.state()
+        mine = None
+        if self.config.compare_every > 0:
+            mine = int(checksum(self.parts.replicated(buffers=False), self.cluster.device))
+        return Memory.of(self.state, self.log.recent, left_out, mine, self.parts)
+
+    def _tell_time(self) -> None:
+        self.state.seconds = self.clock.seconds
+        self.state.training_seconds = self.clock.training_seconds
 
     # --- after a step
 
@@ -259,11 +287,13 @@ class _Run:
         self.log.step(numbers, self.state.noise.scale)
         if _hopeless(numbers, self.state, self.config):
             net, losses = self.parts.net, self.delayed.losses
-            raise diagnosis(numbers, losses, net, self.folder, self.cluster)
+            with self.parts.engine.blocked("the diagnosis"):
+                raise diagnosis(numbers, losses, net, self.folder, self.cluster)
 
     def _read_comparison(self) -> None:
         if (differing := self.replicas.read()) is not None:
-            raise divergence(differing, self.folder, self.cluster)
+            self.folder.wait()
+            raise divergence(differing, self.folder.path)
 
     # --- now and then
 
@@ -286,12 +316,19 @@ class _Run:
         if found is not None:
             self._take_in(found)
         state.settled = state.steps
+        state.best_at = state.seen if best else state.best_at
         if saves or best:
-            pending, seconds = self.delayed.state_later(), self.clock.seconds
-            self.folder.save(state, self.parts, seconds, pending, compared, last=saves, best=best)
+            self._save(compared, last=saves, best=best)
+        if best and self.cluster.world > 1:  # until then others can write it, should this one be lost
+            self.folder.wait()
         self.clock.passed_over(time.perf_counter() - paused)
         if self._due(before, 1.0):
             self._judge()
+
+    def _save(self, compared: Comparison | None, last: bool = True, best: bool = False) -> None:
+        self._tell_time()
+        pending = self.delayed.state_later()
+        self.folder.save(self.state, self.parts, pending, compared, last=last, best=best)
 
     def _due(self, before: float, every: float) -> bool:
         """Whether a multiple of `every` epochs was passed since an epoch."""
@@ -335,15 +372,13 @@ class _Run:
         """The last checkpoint, and the run in numbers."""
         state, parts, folder, cluster = self.state, self.parts, self.folder, self.cluster
         self.log.last_verdict()
-        seconds, training_seconds = self.clock.seconds, self.clock.training_seconds
-        compared = self.replicas.compare(state.steps, parts.replicated())
-        folder.save(state, parts, seconds, self.delayed.state_later(), compared)
+        self._save(self.replicas.compare(state.steps, parts.replicated()))
         self._read_comparison()
         folder.wait()
         with parts.engine.blocked("the end of the run"):
             cluster.barrier()
         self._learn(self.delayed.take())
-        rate = (state.seen - self.first_seen) / max(training_seconds, 1e-9)
+        rate = state.seen / max(state.training_seconds, 1e-9)
         summary = Summary(
             **state.evaluation,
             best_top1=state.best_top1,
@@ -351,7 +386,7 @@ class _Run:
             steps=state.steps,
             seen=state.seen,
             epochs=self.epoch,
-            seconds=seconds,
+            seconds=state.seconds,
             images_per_second=rate,
             peak_share=_peak_share(self.config, cluster, classes, rate),
             world=cluster.world,

@@ -24,6 +24,7 @@ from megabatch.config import Config, Data, LearningRate, OptimizerConfig
 from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
 from megabatch.launch import run_local
+from megabatch.runs import checkpoint
 from megabatch.runs.folder import RunFolder
 
 # Two switches of the batch, uneven numbers of micro-batches, averaged weights, an evaluation in
@@ -57,6 +58,7 @@ MOMENTS = {
     "as it evaluates": (training, "score", False),
     "evaluated": (training, "score", True),
     "as it saves": (RunFolder, "save", False),
+    "as it writes the best": (checkpoint, "write_alone", False),
     "at the last barrier": (Cluster, "barrier", False),
     "past the last barrier": (Cluster, "barrier", True),
 }

@@ -3,24 +3,27 @@
 The job here is a small script that counts steps as a run does; tests/systems has the real one.
 """
 
+import contextlib
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import state, until
+from waiting import PATIENCE_SECONDS, state, until
 
 from megabatch.chaos.faults import KINDS, Ask, Damage, Fill, Kill, Stop, schedule
 from megabatch.chaos.job import Job, small_disk
 from megabatch.chaos.rounds import disturbed, undisturbed
 from megabatch.cli import main
 from megabatch.durable import write_whole
-from megabatch.errors import RunFailed
+from megabatch.errors import INTERRUPTED, RunFailed
 
 STEPS = 40
 # Goes on from its metrics, as a run does from a checkpoint; on request it ends with status 3. It
@@ -200,6 +203,33 @@ def test_a_small_disk_fills_and_is_let_go_of(tmp_path):
             assert one.result == WHOLE and one.steps() == list(range(STEPS))
     mounts = subprocess.run(["mount"], capture_output=True, text=True).stdout
     assert str(tmp_path) not in mounts
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_chaos_that_is_told_to_end_leaves_nothing_behind(number, tmp_path):
+    """Neither its job, with all workers, nor its disk, nor its folder."""
+    line = [sys.executable, "-m", "megabatch.cli", "chaos", "digits", "--workers", "2"]
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([*line, "--epochs", "30"], env=environ) as running:
+        begun = "megabatch-*/chaos/**/metrics.jsonl"
+        until(lambda: [*tmp_path.glob(begun)], "the job's first step", running)
+        assert len(named_after(tmp_path)) >= 1
+        running.send_signal(number)
+        assert running.wait(PATIENCE_SECONDS) == INTERRUPTED
+    assert named_after(tmp_path) == []
+    assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
+    assert [*tmp_path.iterdir()] == []
+
+
+def named_after(folder):
+    """Processes that have a folder in their words or as their place for temporary files."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+            if str(folder).encode() in words and process.name != str(os.getpid()):
+                found.append(process.name)
+    return found
 
 
 def test_lines_that_are_no_json_are_no_result(tmp_path):

@@ -180,6 +180,12 @@ def test_a_file_in_a_folder_this_worker_does_not_see(second_of_two, tmp_path):
         Cluster.from_env(device="cpu")
 
 
+def test_a_file_that_cannot_be_written(second_of_two):
+    second_of_two.setenv("MEGABATCH_STORE", "/dev/full")
+    with pytest.raises(UserError, match="cannot meet by /dev/full: No space left on device: make"):
+        Cluster.from_env(device="cpu")
+
+
 def test_a_file_left_from_an_earlier_run_is_refused_at_once(second_of_two, tmp_path):
     path = tmp_path / "store"
     second_of_two.setenv("MEGABATCH_STORE", str(path))

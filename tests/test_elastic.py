@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import dying
@@ -22,6 +23,7 @@ from megabatch.elastic.heeding import HeedingStore
 from megabatch.elastic.rounds import agree
 from megabatch.elastic.severing import sever
 from megabatch.errors import UserError, WorkerFailed
+from megabatch.runs import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,30 @@ def test_one_is_lost_while_the_others_regroup_and_the_newcomer_too(whole, tmp_pa
     found = disturbed(tmp_path, *deaths, workers=3, most=9)
     assert died(tmp_path, *deaths)
     assert same(found, tmp_path, whole)
+
+
+def test_the_best_is_kept_though_its_writer_is_lost(tmp_path):
+    """The last of the best, which no later one could stand for."""
+    config = replace(dying.CONFIG, keep_best=True)
+    dying.undisturbed(tmp_path / "whole", config)
+    kept = checkpoint.newest(tmp_path / "whole" / "run" / "best")
+    tops = [top1 for _, top1 in dying.evaluations_of(tmp_path / "whole" / "run")]
+    better = sum(top1 > max([0.0, *tops[:place]]) for place, top1 in enumerate(tops))
+    death = ("as it writes the best", 0, better)
+    disturbed(tmp_path, death, config=config)
+    assert died(tmp_path, death)
+    found = checkpoint.newest(tmp_path / "run" / "best")
+    assert found is not None and found.name == kept.name
+    weights = [(one / checkpoint.WEIGHTS).read_bytes() for one in (found, kept)]
+    assert weights[0] == weights[1]
+
+
+def test_a_loss_in_the_last_moment_leaves_the_speed_of_the_run(whole, tmp_path):
+    death = ("at the last barrier", 1, 1)
+    found = disturbed(tmp_path, death)
+    assert died(tmp_path, death)
+    assert same(found, tmp_path, whole)
+    assert found.images_per_second >= found.seen / found.seconds > 0
 
 
 def test_when_nobody_is_left_the_run_goes_on_from_its_checkpoint(whole, tmp_path, capfd):

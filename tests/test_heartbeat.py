@@ -3,6 +3,7 @@
 Times are short here; the pulse beats eight times in SILENT seconds.
 """
 
+import math
 import multiprocessing
 import os
 import re
@@ -20,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from waiting import PATIENCE_SECONDS, until
 
+from megabatch import training
 from megabatch.cluster import Cluster
 from megabatch.errors import RunFailed
 from megabatch.launch import run_local
@@ -228,6 +230,64 @@ def test_a_rank_that_stops_in_an_evaluation_is_named_before_the_others_end(tmp_p
             assert re.search(
                 r"rank 1 has been silent for 3 s \(dead or stopped\), last at step \d.*; rank "
                 rf"{rank} was at step \d, bucket \d, the end of an evaluation",
+                said,
+            ), said
+
+
+class Recomputed(Stopping):
+    """Has statistics, and stops as they are computed anew."""
+
+    def __init__(self, rank):
+        super().__init__(rank, -1)
+        self.insert(1, nn.BatchNorm1d(64))
+
+    def forward(self, images):
+        anew = self.training and not torch.is_grad_enabled()
+        if os.environ["RANK"] == str(self.rank) and anew:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().forward(images)
+
+
+class Ruined(Stopping):
+    """Its third pass has no finite loss."""
+
+    def forward(self, images):
+        return super().forward(images) * (math.nan if self.passes == 3 else 1)
+
+
+def stops_in_statistics(rank):
+    heartbeat._LEAVING_SECONDS = 0.0
+    train(replace(RUN, eval_every=0.2, bn_recompute=96), Recomputed(1), quiet=True)
+
+
+def stops_in_diagnosis(rank):
+    heartbeat._LEAVING_SECONDS = 0.0
+    whole = training.diagnosis
+
+    def diagnosis(*arguments):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return whole(*arguments)
+
+    training.diagnosis = diagnosis
+    train(RUN, Ruined(0, -1), quiet=True)
+
+
+BETWEEN_STEPS = {
+    "the end of batch norm's statistics": stops_in_statistics,
+    "the diagnosis": stops_in_diagnosis,
+}
+
+
+@pytest.mark.parametrize(("phase", "target"), BETWEEN_STEPS.items(), ids=BETWEEN_STEPS)
+def test_a_rank_that_stops_between_two_steps_is_named(phase, target, tmp_path):
+    with workers(tmp_path, target, MEGABATCH_STORE=str(tmp_path / "store")) as processes:
+        for rank in (0, 2):
+            assert ended(processes[rank], 1)
+            said = (tmp_path / str(rank)).read_text()
+            assert re.search(
+                r"rank 1 has been silent for 3 s \(dead or stopped\), last at step \d.*; rank "
+                rf"{rank} was at step \d, bucket \d, {phase}",
                 said,
             ), said
 

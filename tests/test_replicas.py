@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,11 @@ from ranks import run_ranks
 from test_train import CONFIG
 from torch import nn
 
+from megabatch.batch import Stage, step_at
+from megabatch.cluster import Cluster
+from megabatch.data.opening import open_sources
+from megabatch.elastic.supervisor import Losses
+from megabatch.elastic.worlds import meet
 from megabatch.errors import RunFailed
 from megabatch.launch import run_local
 from megabatch.runs import checkpoint
@@ -129,6 +135,79 @@ def test_a_run_stops_when_a_bit_of_one_worker_flips(tmp_path):
 
 def going_on(config, out):
     return train(config, Spoilt(-1, 0), out=out, resume=True, quiet=True).weights_sha256
+
+
+class SpoiltAndLost(Spoilt):
+    """Two passes later another rank is killed."""
+
+    def __init__(self, rank, at, lost):
+        super().__init__(rank, at)
+        self.lost = lost
+
+    def forward(self, images):
+        out = super().forward(images)
+        if os.environ["RANK"] == str(self.lost) and self.passes == self.at + 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return out
+
+
+def diverging_and_lost(config, lost):
+    cluster = meet(device="cpu")
+    try:
+        train(config, SpoiltAndLost(1, 3, lost), cluster=cluster, quiet=True)
+    finally:
+        cluster.leave()
+
+
+# Rank 1's bit flips in the third step; rank 0 is killed in the fifth, before anybody has read what
+# was compared after the fourth.
+LOST = {
+    "a comparison that nobody has read": (4, r"after step 4 rank 1 \(\S+\) no longer holds"),
+    "nothing compared yet": (
+        1000,
+        r"after step 4 rank 0 \(\S+\) and rank 1 \(\S+\) no longer hold the same weights, and no "
+        r"majority does",
+    ),
+}
+
+
+@pytest.mark.parametrize(("every", "sentence"), LOST.values(), ids=LOST)
+def test_those_that_a_lost_worker_leaves_are_compared_before_one_is_copied(every, sentence):
+    config = replace(RUN, compare_every=every, save_every=0)
+    with pytest.raises(RunFailed, match=sentence):
+        run_local(3, diverging_and_lost, config, 0, losses=Losses(3))
+
+
+def test_those_that_are_left_may_agree():
+    """The one that differed is the one that was lost."""
+    config = replace(RUN, compare_every=1000, save_every=0)
+    run_local(3, diverging_and_lost, config, 1, losses=Losses(3))
+
+
+def test_a_change_of_the_number_of_workers_forgets_no_comparison():
+    """After the last step of a stage, one that nobody has read."""
+    stages = (Stage(0.25, 96),)
+    config = replace(RUN, stages=stages, compare_every=1, save_every=0)
+    steps = step_of_stage(config, 1)
+    with pytest.raises(RunFailed, match=rf"after step {steps} rank 1 .* no longer holds"):
+        run_local(3, changing, config, steps, by_stage=(3, 2))
+
+
+def step_of_stage(config, stage):
+    """The first step of a stage, counted from 0."""
+    images = len(open_sources(config, None, Cluster.from_env(device="cpu"))[0])
+    index, seen = 0, 0
+    while (step := step_at(config.all_stages, images, index, seen, None)).stage < stage:
+        index, seen = index + 1, seen + step.batch
+    return index
+
+
+def changing(config, at):
+    cluster = meet(device="cpu")
+    try:
+        train(config, Spoilt(1, at), cluster=cluster, quiet=True)
+    finally:
+        cluster.leave()
 
 
 def test_between_checkpoints_workers_are_compared_every_so_many_steps():

@@ -77,7 +77,7 @@ def session(path, steps, threads):
         state.steps, state.seen = steps, 16 * steps
         with (path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"kind": "train", "step": steps - 1, "seen": state.seen}) + "\n")
-        run.save(state, Held(net, optimizer), 1.0)
+        run.save(state, Held(net, optimizer))
         run.wait()
         run.write("summary.json", {"loss": float("nan")})
     return begun, (state.seen, checkpoint.weights_sha256(net))

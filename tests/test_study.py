@@ -5,33 +5,39 @@ import math
 import os
 import signal
 import statistics
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
+import dying
 import pytest
 import torch
 from run_folders import made_up
 from studies import made_up_run
 
 import megabatch as mb
-from megabatch import models
+from megabatch import models, training
 from megabatch.batch import count_steps
 from megabatch.cli import main
 from megabatch.config import Config
 from megabatch.data.opening import open_sources
 from megabatch.data.source import for_tuning
-from megabatch.errors import DONE, FAILED, STOPPED, UserError
+from megabatch.elastic.supervisor import Losses
+from megabatch.errors import DONE, FAILED, STOPPED, RunFailed, UserError
+from megabatch.launch import run_local
 from megabatch.models.resnet import open_blocks
 from megabatch.recipes.by_batch import fitted
 from megabatch.report.figure import error_figure
 from megabatch.report.study import study_page
+from megabatch.runs.folder import RunFolder
 from megabatch.study import sweep
 from megabatch.study.arms import ARMS
 from megabatch.study.reading import reading
 from megabatch.study.results import read
 from megabatch.study.spread import difference, mean, quantile
 from megabatch.study.trials import RECIPE, Plan, Trial, state, write_label
-from megabatch.verbs.study import read_flags
+from megabatch.verbs.study import read_flags, study_here
 
 # --- intervals ---------------------------------------------------------------------------------
 
@@ -309,6 +315,75 @@ def test_a_stopped_study_goes_on_from_the_checkpoint(tmp_path, monkeypatch):
     )
     summary = json.loads((out / "256-s0/summary.json").read_text())
     assert summary["weights_sha256"] == lone.weights_sha256
+
+
+def test_a_stop_that_comes_in_the_last_moment_of_a_run_stops_the_next(tmp_path, monkeypatch):
+    out, real, asked = tmp_path / "study", training.checkpoint.weights_sha256, []
+
+    def asking(net):
+        if not asked:
+            asked.append(os.kill(os.getpid(), signal.SIGTERM))
+        return real(net)
+
+    monkeypatch.setattr(training.checkpoint, "weights_sha256", asking)
+    assert main(["study", *SHORT, "--out", str(out)]) == STOPPED
+    assert (out / "64-s0/summary.json").exists() and not (out / "256-s0/config.json").exists()
+    assert main(["study", *SHORT, "--out", str(out)]) == DONE
+
+
+TWO = ["digits", "--batches", "64,256", "--epochs", "1", "--deterministic", "--device", "cpu"]
+
+
+def test_a_lost_worker_is_no_failure_of_the_run_it_was_in(tmp_path):
+    out = tmp_path / "study"
+    line = [sys.executable, "-m", "megabatch.cli", "study", *TWO, "--workers", "2"]
+    with subprocess.Popen([*line, "--out", str(out)], stderr=subprocess.PIPE, text=True) as running:
+        assert dying.await_steps(out / "256-s0", 2, running)
+        os.kill(dying.workers_of(running.pid)[0], signal.SIGKILL)
+        _, said = running.communicate(timeout=120)
+    assert running.returncode == DONE, said
+    assert "ended by SIGKILL: loss 1 of 3, replaced" in said
+    assert all(run.finished for cell in read(out).cells for run in cell.runs)
+    for name in ("64-s0", "256-s0"):
+        lone = mb.train(
+            Config.read(out / name / "config.json"),
+            cluster=mb.Cluster.from_env(device="cpu"),
+            quiet=True,
+        )
+        summary = json.loads((out / name / "summary.json").read_text())
+        assert summary["weights_sha256"] == lone.weights_sha256
+
+
+FAILURES = [RunFailed("no room"), RuntimeError("no memory"), LookupError("nothing there")]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_that_fails_on_one_worker_fails_and_the_others_go_on(rank, error, tmp_path):
+    """Also where the others were in the middle of a step and know nothing of it."""
+    out = tmp_path / "study"
+    plan, flags = read_flags("digits", [*SHORT[1:], "--retry"])
+    made = run_local(2, failing_on, rank, error, plan, str(out), flags, losses=Losses(3))
+    assert made == (True, "finished")
+    runs = {run.run.name: run for cell in read(out).cells for run in cell.runs}
+    assert runs["256-s0"].finished
+    assert str(error).strip("'") in str(runs["64-s0"].failure)
+
+
+def failing_on(rank, error, plan, out, flags):
+    """A worker of a study that fails in the third step of the first run."""
+    whole = RunFolder.check
+
+    def check(folder):
+        if folder._config.batch == 64 and os.environ["RANK"] == str(rank):
+            check.steps += 1
+            if check.steps == 3:
+                raise error
+        whole(folder)
+
+    check.steps = 0
+    RunFolder.check = check
+    return study_here(plan, out, flags)
 
 
 def test_a_probe_forecasts(tmp_path, capfd):

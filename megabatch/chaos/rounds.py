@@ -19,6 +19,8 @@ _STUCK_SECONDS = 300.0
 _EXPECTED = (FAILED, STOPPED, -9)
 
 Say = Callable[[str], None]
+Stop = Callable[[], bool]
+"""whether this chaos was asked to end"""
 
 
 @dataclass
@@ -32,19 +34,27 @@ class Outcome:
     seconds: float = 0.0
 
 
-def undisturbed(job: Job) -> dict[str, Any]:
+def _never() -> bool:
+    return False
+
+
+def undisturbed(job: Job, stop: Stop = _never) -> dict[str, Any]:
     """The summary of a run that nothing happens to."""
     with job:
         job.start(resume=False)
         while job.status is None:
-            time.sleep(_LOOK_SECONDS)
+            _look_again(stop)
         if job.status != DONE:
             raise RunFailed(f"the undisturbed run failed: {job.last_words()}")
         return job.result
 
 
 def disturbed(
-    job: Job, faults: Sequence[tuple[str, Fault]], whole: dict[str, Any], say: Say
+    job: Job,
+    faults: Sequence[tuple[str, Fault]],
+    whole: dict[str, Any],
+    say: Say,
+    stop: Stop = _never,
 ) -> Outcome:
     """One round: the faults, in order, and the end held against that of the whole run."""
     began, outcome, waiting = time.monotonic(), Outcome(False, begun=1), list(faults)
@@ -73,10 +83,17 @@ def disturbed(
                 unexplained += 1
             if now - looked > _STUCK_SECONDS:
                 raise RunFailed(f"the job hangs at {seen} images: {job.last_words()}")
-            time.sleep(_LOOK_SECONDS)
+            _look_again(stop)
         covered = job.steps() == list(range(whole["steps"]))
         outcome.equal = covered and job.result["weights_sha256"] == whole["weights_sha256"]
         if not covered:
             say(f"  its metrics tell of steps {job.steps()}, not of each of {whole['steps']} once")
     outcome.seconds = time.monotonic() - began
     return outcome
+
+
+def _look_again(stop: Stop) -> None:
+    """A moment later; who was asked to end does so here, where the job is known and ends too."""
+    if stop():
+        raise KeyboardInterrupt
+    time.sleep(_LOOK_SECONDS)

@@ -64,6 +64,8 @@ class Link:
         """whether lost workers are replaced"""
         self.all_or_none = False
         """the state of this worker cannot be trusted after a loss: it ends, to begin from disk"""
+        self.in_worlds = False
+        """its work goes from world to world already"""
         self.world: World | None = None
         self._pipe = pipe
         self._sending, self._changed = threading.Lock(), threading.Condition()

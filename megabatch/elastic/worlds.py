@@ -17,10 +17,11 @@ T = TypeVar("T")
 
 
 class Regroup(Exception):
-    """The run goes on with another number of workers."""
+    """The run goes on with another number of workers; None: with as many, in another world, for the
+    others may not come to where this one is."""
 
-    def __init__(self, workers: int) -> None:
-        super().__init__(f"{workers} workers from here on")
+    def __init__(self, workers: int | None = None) -> None:
+        super().__init__(f"{workers or 'as many'} workers from here on")
         self.workers = workers
 
 
@@ -40,7 +41,7 @@ class Passage(Generic[M]):
     def __init__(self, link: Link | None) -> None:
         self._link = link
         self.memory: M | None = None
-        self.stop = StopAsked()
+        self.stop = None if link is None else StopAsked()
 
     @property
     def again(self) -> bool:
@@ -108,12 +109,13 @@ def meet(grid: tuple[int, int] | None = None, device: str = "auto") -> Cluster:
 
 def in_worlds(cluster: Cluster, run: Callable[[Cluster, Passage[M]], T]) -> T:
     """run(cluster, passage); where a worker is lost, again with those that are left and whoever
-    comes in its place."""
+    comes in its place. Inside another such run a loss is the other's: it ends both."""
     link = supervised()
+    if link is None or link.in_worlds:
+        return run(cluster, Passage[M](None))
     passage = Passage[M](link)
-    if link is None:
-        return run(cluster, passage)
     given, grid = cluster, cluster.grid
+    link.in_worlds = True
     try:
         while True:
             # On a GPU what follows a sum is on its way before the sum is known to have failed.
@@ -135,6 +137,7 @@ def in_worlds(cluster: Cluster, run: Callable[[Cluster, Passage[M]], T]) -> T:
             _join(link, passage, workers)
             cluster = _meet(link, passage, grid, device)
     finally:
+        link.in_worlds = False
         if cluster is not given:
             cluster.leave()
 

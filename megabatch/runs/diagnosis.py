@@ -4,10 +4,9 @@ or its workers no longer hold the same weights."""
 from __future__ import annotations
 
 import math
-import platform
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabatch.cluster import Cluster
@@ -30,11 +29,7 @@ def diagnosis(
     The step's update was left out, so the weights are still those before it.
     """
     bad = [first for first, loss in losses if not math.isfinite(float(loss))]
-    found: list[list[int]] = [bad]
-    if cluster.world > 1:
-        found = [[]] * cluster.world
-        dist.all_gather_object(found, bad, group=cluster.group)
-    positions = sorted(first for part in found for first in part)
+    positions = sorted(first for part in cluster.gather(bad) for first in part)
     with torch.no_grad():
         norms = {name: float(p.norm()) for name, p in net.named_parameters()}
     step = numbers.step
@@ -65,16 +60,16 @@ def diagnosis(
     )
 
 
-def divergence(comparison: Comparison, folder: RunFolder, cluster: Cluster) -> RunFailed:
-    """The error to raise; every worker calls it. What was saved had been compared before."""
-    folder.wait()
-    hosts, differing = cluster.gather(platform.node()), comparison.differing()
-    named = _listed([f"rank {rank} ({hosts[rank]})" for rank in differing])
+def divergence(comparison: Comparison, run: Path | None) -> RunFailed:
+    """The error to raise. It waits for nobody: of those who differ one may be gone. What was saved
+    in the run's folder had been compared before."""
+    differing = comparison.differing()
+    named = _listed([f"rank {rank} ({comparison.hosts[rank]})" for rank in differing])
     hold = "holds" if len(differing) == 1 else "hold"
     what = f"no longer {hold} the weights of the others"
-    if len(differing) == cluster.world:
+    if len(differing) == len(comparison.hosts):
         what = "no longer hold the same weights, and no majority does"
-    saved = checkpoint.newest(folder.path / "checkpoints") if folder.path else None
+    saved = checkpoint.newest(run / "checkpoints") if run is not None else None
     return RunFailed(
         f"after step {comparison.step} {named} {what}: a broken chip or memory, or machines that "
         f"do not compute alike; "

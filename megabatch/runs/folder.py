@@ -57,7 +57,11 @@ class State:
     """images seen at the last evaluation in this world of workers or one before; -1: none"""
     settled: int = 0
     """steps after which all that was due (evaluation, checkpoint) is done"""
+    best_at: int = -1
+    """images seen at the evaluation whose checkpoint is kept as the best; -1: none"""
     seconds: float = 0.0
+    training_seconds: float = 0.0
+    """of these, without evaluations and checkpoints"""
     skipped: int = 0
     """steps in a row, up to the last one read, that did not count"""
 
@@ -83,20 +87,22 @@ class State:
     def of(saved: dict[str, Any], stages: int) -> State:
         """What a checkpoint of a run with so many stages holds; an error where that can be no
         run's."""
-        # A checkpoint was always made when all that was due was done, also before it said so.
-        settled = saved.get("settled", saved["steps"])
-        state = State(**{**saved, "settled": settled, "noise": NoiseScale(**saved["noise"])})
+        # A checkpoint was always made when all that was due was done, also before it said so; nor
+        # did it always say how long training alone had taken.
+        since = {"settled": saved["steps"], "training_seconds": saved["seconds"]}
+        state = State(**{**since, **saved, "noise": NoiseScale(**saved["noise"])})
         counts = [state.seen, state.steps, state.settled, state.proposed, state.skipped]
         counts += [state.batch or 0]
-        numbers = (*asdict(state.noise).values(), state.seconds, *state.evaluation.values())
+        seconds = state.seconds, state.training_seconds
+        numbers = (*asdict(state.noise).values(), *seconds, *state.evaluation.values())
         numbers = (*numbers, state.best_top1, *state.last_top1s)
         steps = [Step(**step) for step, _ in state.pending]
         told = [number for _, row in state.pending for number in row]
         if not (
             all(type(count) is int and count >= 0 for count in counts)
-            and (type(state.evaluated_at) is int and state.evaluated_at >= -1)
+            and all(type(at) is int and at >= -1 for at in (state.evaluated_at, state.best_at))
             and all(type(number) in (int, float) for number in (*numbers, *told))
-            and all(map(math.isfinite, (state.seconds, state.best_top1, *state.last_top1s)))
+            and all(map(math.isfinite, (*seconds, state.best_top1, *state.last_top1s)))
             and state.evaluation.keys() == State().evaluation.keys()
             and all(len(row) == len(fields(StepNumbers)) - 1 for _, row in state.pending)
             and all(row[_SCALE] > 0 for _, row in state.pending)
@@ -239,7 +245,6 @@ class RunFolder:
         self,
         state: State,
         saved: Saved,
-        seconds: float,
         pending: Callable[[], list[Any]] = list,
         comparison: Comparison | None = None,
         *,
@@ -249,11 +254,9 @@ class RunFolder:
         """Begin to write a checkpoint of what is held now, when the one before is there: as the
         last one, as the best, or both.
 
-        `seconds` is how long the run has taken so far, `pending` tells the numbers of the last step
-        that are still on their way. Where workers differ by the `comparison` nothing is written:
-        the run ends of it.
+        `pending` tells the numbers of the last step that are still on their way. Where workers
+        differ by the `comparison` nothing is written: the run ends of it.
         """
-        state.seconds = seconds
         if not self._writes or not (last or best):
             return
         assert self.path is not None

@@ -5,6 +5,7 @@ It is what a checkpoint would hold. All workers hold the same, so one of them gi
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -18,6 +19,7 @@ from megabatch.noise import NoiseScale
 from megabatch.runs.checkpoint import Saved
 from megabatch.runs.folder import State
 from megabatch.runs.loggers import Record
+from megabatch.sync.replicas import Comparison
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,23 @@ class Memory:
     """of the log"""
     left_out: tuple[int, ...]
     """images that cannot be read"""
+    checksum: int | None
+    """of what every worker holds alike, where that is compared"""
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
     extra: dict[str, Tensor]
 
     @classmethod
     def of(
-        cls, state: State, recent: list[Record], left_out: tuple[int, ...], saved: Saved
+        cls,
+        state: State,
+        recent: list[Record],
+        left_out: tuple[int, ...],
+        checksum: int | None,
+        saved: Saved,
     ) -> Memory:
         tensors = saved.net.state_dict(), saved.optimizer.state_dict(), saved.tensors()
-        return cls(asdict(state), recent, left_out, *_mapped(tensors, _on_host))
+        return cls(asdict(state), recent, left_out, checksum, *_mapped(tensors, _on_host))
 
     @property
     def standing(self) -> tuple[int, int]:
@@ -51,6 +60,19 @@ class Memory:
         saved.optimizer.load_state_dict(self.optimizer)
         saved.load(self.extra)
         return State(**{**self.state, "noise": NoiseScale(**self.state["noise"])})
+
+
+def compared(memory: Memory | None, cluster: Cluster) -> Comparison:
+    """What those hold who are as far as the first worker; every worker calls it, before the others
+    copy the first. The furthest have the first ranks."""
+    mine = None
+    if memory is not None:
+        mine = memory.standing, memory.state["steps"], memory.checksum, platform.node()
+    told = [one for one in cluster.gather(mine) if one is not None]
+    far, steps, *_ = told[0]
+    alike = [(checksum, host) for standing, _, checksum, host in told if standing == far]
+    checksums, hosts = zip(*alike, strict=True)
+    return Comparison(steps, torch.tensor(checksums), list(hosts))
 
 
 def copied(memory: Memory | None, cluster: Cluster) -> Memory:

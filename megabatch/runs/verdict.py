@@ -291,10 +291,16 @@ def idle_workers(images: int, micro: int, world: int, or_else: str = "") -> str 
 
 class Clock:
     """Collects the waits of an epoch, and how long a run has taken: `before` seconds already, when
-    it is resumed. `now` is a clock in seconds, for tests another one."""
+    it is resumed, `trained` of them in training. `now` is a clock in seconds, for tests another
+    one."""
 
-    def __init__(self, before: float = 0.0, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+    def __init__(
+        self,
+        before: float = 0.0,
+        trained: float = 0.0,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._now, self._trained = now, trained
         self._began = self._started = now()
         self._before, self._passed_over = before, 0.0
         self._paused = self._communication = 0.0
@@ -312,8 +318,8 @@ class Clock:
 
     @property
     def training_seconds(self) -> float:
-        """Since this clock was made, without what was passed over."""
-        return self._now() - self._started - self._passed_over
+        """Of the whole run, without what was passed over."""
+        return self._trained + self._now() - self._started - self._passed_over
 
     def waited_for_others(self, seconds: float) -> None:
         """As the engine measured it."""

@@ -2,7 +2,8 @@
 compiled for the first of them.
 
 What is finished stays and is not run again; what was stopped goes on; what fails is written down,
-and the others run all the same.
+and the others run all the same. A worker that is lost is no failure of the run it was in, which
+goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from megabatch.data.opening import open_sources
 from megabatch.data.resident import on_device
 from megabatch.data.source import Source, for_tuning
 from megabatch.durable import lock, remove
+from megabatch.elastic.link import supervised
+from megabatch.elastic.worlds import Regroup
 from megabatch.errors import RunFailed, UserError
 from megabatch.runs.alive import mark
 from megabatch.runs.progress import Due, clock
+from megabatch.stopping import stop_is_kept
 from megabatch.study.results import read
-from megabatch.study.trials import Plan, Trial, state, write_label
+from megabatch.study.trials import Plan, Trial, read_object, state, write_label
+from megabatch.sync.heartbeat import Stalled
 from megabatch.training import Summary, train
 
 Say = Callable[[str], None]
@@ -106,11 +111,14 @@ def study(
 ) -> str:
     """Run what is not finished yet: the probe, the search for rates, then the runs themselves.
 
-    Every worker of the cluster calls it. Returns how it ended: finished or stopped (on request;
-    the run that was under way then has a checkpoint).
+    Every worker of the cluster calls it, again where it raised Regroup or a worker was lost, then
+    without `retry`. Returns how it ended: finished or stopped (on request; the run that was under
+    way then has a checkpoint).
     """
     with _held(out, cluster):
-        sweep = Sweep(out, cluster, say, retry, keep_checkpoints, verbose)
+        if retry and cluster.first:
+            _forget_failures(plan, out)
+        sweep = Sweep(out, cluster, say, keep_checkpoints, verbose)
         if plan.probe:
             if sweep.over(plan.probes(), "a probe of the noise") == "stopped":
                 return "stopped"
@@ -129,39 +137,37 @@ def _chosen_rates(out: Path) -> tuple[dict[tuple[str, int], float], list[str]]:
     return found.chosen_factors(), list(found.search_in_words())
 
 
+def _forget_failures(plan: Plan, out: Path) -> None:
+    for trial in (*plan.probes(), *plan.search(), *plan.runs({})):
+        if "failure" in read_object(out / trial.name / "trial.json"):
+            remove(out / trial.name)
+
+
 class Sweep:
     """Runs one after another into a folder, over the same images."""
 
     def __init__(
-        self,
-        out: Path,
-        cluster: Cluster,
-        say: Say,
-        retry: bool,
-        keep_checkpoints: bool,
-        verbose: bool,
+        self, out: Path, cluster: Cluster, say: Say, keep_checkpoints: bool, verbose: bool
     ) -> None:
         self._out, self._cluster, self._say = out, cluster, say
-        self._retry, self._keep, self._verbose = retry, keep_checkpoints, verbose
+        self._keep, self._verbose = keep_checkpoints, verbose
         self._images, self._left = SharedImages(cluster), TimeLeft()
 
     def over(self, trials: list[Trial], what: str) -> str:
         """How it ended: finished or stopped."""
         out, cluster, say = self._out, self._cluster, self._say
         states = cluster.agree(lambda: [state(out / trial.name, trial) for trial in trials])
-        over = ("finished",) if self._retry else ("finished", "failed")
-        waiting = [
-            (trial, now) for trial, now in zip(trials, states, strict=True) if now not in over
-        ]
-        say(f"{what}: {_plan_in_words(states, self._retry)}")
-        for number, (trial, now) in enumerate(waiting):
+        over = "finished", "failed"
+        waiting = [trial for trial, now in zip(trials, states, strict=True) if now not in over]
+        say(f"{what}: {_plan_in_words(states)}")
+        for number, trial in enumerate(waiting):
             place, began = out / trial.name, time.monotonic()
             if cluster.first:
-                if now == "failed":
-                    remove(place)
                 write_label(place, trial)
-            cluster.barrier()
-            left = self._left.of([trial for trial, _ in waiting[number:]])
+            # One that came in the last moments of a run, on any worker, stops the next.
+            if any(cluster.gather(stop_is_kept())):
+                return "stopped"
+            left = self._left.of(waiting[number:])
             say(
                 f"run {number + 1} of {len(waiting)}: {trial.name}"
                 + (f"; left {clock(left)}" if left is not None else "")
@@ -172,6 +178,8 @@ class Sweep:
             self._left.ran(trial, time.monotonic() - began)
             self._ended(trial, failure)
             say(f"{trial.name}: {_in_words(trial, summary, failure)}")
+            if failure is not None and supervised() is not None:
+                raise Regroup  # if it was here alone (a disk, say), the others wait in a step
         return "finished"
 
     def _run(self, trial: Trial) -> tuple[Summary | None, str | None]:
@@ -186,18 +194,24 @@ class Sweep:
                 loggers=() if self._verbose else [Voice(trial, self._say)],
                 sources=self._images.of(trial.config),
             )
+        except Stalled:  # a worker's failure, and no fault of the run's
+            raise
         except (RunFailed, UserError) as error:
             return None, str(error)
         except Exception as error:
-            if self._cluster.world > 1:  # the others are in the middle of a step
+            link = supervised()
+            lost = link.explains(error) if link is not None else self._cluster.world > 1
+            if lost:  # or, with no supervisor to tell, others in the middle of a step
                 raise
             return None, f"{type(error).__name__}: {error}"
         return summary, None
 
     def _ended(self, trial: Trial, failure: str | None) -> None:
         place = self._out / trial.name
-        if failure is not None and self._cluster.first:
-            write_label(place, trial, failure)
+        if failure is not None:
+            # Perhaps this worker alone failed, perhaps all, with the same words.
+            with contextlib.suppress(OSError):
+                write_label(place, trial, failure)
         elif self._cluster.first and not self._keep:
             with contextlib.suppress(OSError):
                 remove(place / "checkpoints")
@@ -217,13 +231,13 @@ def _in_words(trial: Trial, summary: Summary | None, failure: str | None) -> str
     )
 
 
-def _plan_in_words(states: list[str], retry: bool) -> str:
+def _plan_in_words(states: list[str]) -> str:
     finished, failed = states.count("finished"), states.count("failed")
     words = [str(len(states))]
     if finished:
         words.append(f"{finished} finished already")
     if failed:
-        words.append(f"{failed} failed before" + ("" if retry else " (--retry runs them again)"))
+        words.append(f"{failed} failed before (--retry runs them again)")
     return ", ".join(words)
 
 

@@ -7,6 +7,7 @@ and gathered on the device, and the host reads it when it is there.
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -26,10 +27,10 @@ _WORD = 8
 
 
 class Comparison:
-    """Checksums of all workers, after a step, on their way to the host."""
+    """Checksums of workers, by rank, after a step, on their way to the host."""
 
-    def __init__(self, step: int, gathered: Tensor) -> None:
-        self.step, self._checksums = step, Arriving(gathered)
+    def __init__(self, step: int, gathered: Tensor, hosts: list[str]) -> None:
+        self.step, self.hosts, self._checksums = step, hosts, Arriving(gathered)
 
     def differing(self) -> tuple[int, ...]:
         """The ranks that differ from the majority; all of them where there is no majority."""
@@ -47,6 +48,9 @@ class Replicas:
         self._waiting = waiting
         self._cluster, self._every = cluster, every if cluster.world > 1 else 0
         self._asked: list[Comparison] = []
+        # Once: when a difference is found, a worker may be lost that would have to tell.
+        with waiting("the others' hosts"):
+            self._hosts = cluster.gather(platform.node()) if self._every else []
 
     def due(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0
@@ -59,7 +63,7 @@ class Replicas:
         gathered = mine.new_empty(self._cluster.world)
         with self._waiting("the others' checksums"):
             all_gather(gathered, mine, group=self._cluster.group)
-        self._asked.append(Comparison(step, gathered))
+        self._asked.append(Comparison(step, gathered, self._hosts))
         return self._asked[-1]
 
     def read(self) -> Comparison | None:

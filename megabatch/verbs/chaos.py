@@ -16,10 +16,11 @@ import tyro
 from megabatch import recipes
 from megabatch.chaos.faults import KINDS, schedule
 from megabatch.chaos.job import Job, small_disk
-from megabatch.chaos.rounds import Outcome, disturbed, undisturbed
+from megabatch.chaos.rounds import Outcome, Stop, disturbed, undisturbed
 from megabatch.config import Config
 from megabatch.errors import DONE, FAILED, UserError, nearest
 from megabatch.scratch import scratch
+from megabatch.stopping import answering
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.sizing import sized
 from megabatch.verbs.workers import check_workers
@@ -67,14 +68,17 @@ def run(arguments: list[str]) -> int:
     if place.exists():
         raise UserError(f"{place} is there already: name a folder that is not")
     place.mkdir(parents=True)
-    try:
-        with small_disk(place / "disk", _DISK_BYTES) as disk:
-            if disk is None:
-                say("no disk of its own (that needs root): a limit on files stands for a full one")
-            outcomes = _rounds(chaos, config, place, disk)
-    finally:
-        if chaos.keep_runs is None:
-            shutil.rmtree(place, ignore_errors=True)
+    asked: list[int] = []
+    # Whoever started a job and mounted a disk ends the one and lets go of the other.
+    with answering(asked.append):
+        try:
+            with small_disk(place / "disk", _DISK_BYTES) as disk:
+                if disk is None:
+                    say("no disk of its own (that needs root): a limit on files stands for one")
+                outcomes = _rounds(chaos, config, place, disk, lambda: bool(asked))
+        finally:
+            if chaos.keep_runs is None:
+                shutil.rmtree(place, ignore_errors=True)
     struck = sum((outcome.struck for outcome in outcomes), Counter[str]())
     equal = sum(outcome.equal for outcome in outcomes)
     result = {
@@ -120,7 +124,9 @@ def _read_flags(name: str, arguments: list[str]) -> tuple[Chaos, Config]:
     return chaos, config
 
 
-def _rounds(chaos: Chaos, config: Config, place: Path, disk: Path | None) -> list[Outcome]:
+def _rounds(
+    chaos: Chaos, config: Config, place: Path, disk: Path | None, stop: Stop
+) -> list[Outcome]:
     written = place / "config.json"
     written.write_text(config.to_json())
     # Lost workers are replaced, as often as it takes and as soon as they are silent.
@@ -128,14 +134,14 @@ def _rounds(chaos: Chaos, config: Config, place: Path, disk: Path | None) -> lis
     flags += ["--max-restarts", "1000"]
     command = [sys.executable, "-m", "megabatch.cli", "train", str(written), *flags]
     say(f"the undisturbed run, on {chaos.workers} workers")
-    whole = undisturbed(Job(command, (disk or place) / "whole"))
+    whole = undisturbed(Job(command, (disk or place) / "whole"), stop)
     outcomes = []
     for number in [chaos.round] if chaos.round else range(1, chaos.rounds + 1):
         faults = schedule(config.seed, number, chaos.faults, chaos.workers, chaos.kinds)
         said = ", ".join(f"at {fault.at:.0%} {fault}" for _, fault in faults)
         say(f"round {number}: {said}")
         out = (disk or place) / f"round-{number}"
-        outcomes.append(disturbed(Job(command, out, disk), faults, whole, say))
+        outcomes.append(disturbed(Job(command, out, disk), faults, whole, say, stop))
         how = "equal" if outcomes[-1].equal else "NOT EQUAL"
         say(f"round {number}: {how}, begun {outcomes[-1].begun} times")
         if disk is not None or chaos.keep_runs is None:

@@ -10,12 +10,14 @@ import textwrap
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from megabatch.cluster import Cluster, under_launcher
 from megabatch.config import Config
+from megabatch.elastic.supervisor import Losses
+from megabatch.elastic.worlds import Passage, in_worlds, meet
 from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest
 from megabatch.recipes.by_batch import fitted
 from megabatch.study.arms import ARMS
@@ -54,6 +56,9 @@ class Sweep:
     """where a recipe's length follows the batch: keep the length"""
     retry: bool = False
     """run again what failed before"""
+    max_restarts: int = 3
+    """losses of local workers (killed, stopped) that the study survives: new ones take their place,
+    and the run that was under way goes on from its checkpoint"""
     keep_checkpoints: bool = False
     """keep the weights of finished runs"""
     verbose: bool = False
@@ -96,7 +101,11 @@ def _run(arguments: list[str]) -> int:
     if (Path(out) / "config.json").exists():
         raise UserError(f"{out} is the folder of a run: name another --out for the study")
     call = (plan, out, flags)
-    first, ended = on_workers(flags.workers, flags.device, 2, study_here, *call, stops=True)
+    patience = min(config.patience or math.inf for config in plan.configs.values())
+    losses = Losses(flags.max_restarts, silent_seconds=patience)
+    first, ended = on_workers(
+        flags.workers, flags.device, 2, study_here, *call, stops=True, losses=losses
+    )
     if not first:
         return STOPPED if ended == "stopped" else DONE
     return _tell(Path(out), ended, flags)
@@ -107,18 +116,21 @@ def study_here(plan: Plan, out: str, flags: Sweep) -> tuple[bool, str]:
     from megabatch.runs.progress import say, to_people
     from megabatch.study.sweep import study
 
-    cluster = Cluster.from_env(None, flags.device)
-    console = to_people(not cluster.first)
-    try:
+    def run(cluster: Cluster, passage: Passage[Any]) -> tuple[bool, str]:
+        console = to_people(not cluster.first)
         return cluster.first, study(
             plan,
             Path(out),
             cluster,
             lambda words: say(console, words),
-            retry=flags.retry,
+            retry=flags.retry and not passage.again,
             keep_checkpoints=flags.keep_checkpoints,
             verbose=flags.verbose,
         )
+
+    cluster = meet(None, flags.device)
+    try:
+        return in_worlds(cluster, run)
     finally:
         cluster.leave()
 
@@ -144,6 +156,8 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Plan, Sweep]:
         raise UserError(
             f"--arm-batches has {alone[0]}, which --batches has not: nothing to compare"
         )
+    if flags.max_restarts < 0:
+        raise UserError(f"--max-restarts is {flags.max_restarts}; give 0 or more")
     if not 1 <= flags.seeds <= 1000:
         raise UserError(f"--seeds is {flags.seeds}; give 1 to 1000")
     at_batch = {
