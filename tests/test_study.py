@@ -25,6 +25,7 @@ from megabatch.models.resnet import open_blocks
 from megabatch.recipes.by_batch import fitted
 from megabatch.report.figure import error_figure
 from megabatch.report.study import study_page
+from megabatch.report.study_rows import told
 from megabatch.study import sweep
 from megabatch.study.arms import ARMS
 from megabatch.study.reading import reading
@@ -387,6 +388,23 @@ def test_cells_and_differences(study):
     assert rows["recipe", 1024]["epochs_to_baseline"] is None
     assert study.epochs_to_baseline(study.cells[2], 0.75) == 4
     assert study.forecast == 600
+
+
+def test_the_table_fits_80_columns_and_keeps_its_numbers(study, tmp_path):
+    lines = list(told(list(study.rows())))
+    assert max(map(len, lines)) <= 80
+    heads = "batch seeds top-1 to baseline epochs steps seconds images/s"
+    assert " ".join(lines[0].split()) == heads
+    assert lines[2].split()[:8] == ["256", "3", "90.50", "±", "3.29", "-0.50", "±", "2.74"]
+    arm = next(line for line in lines if line.startswith("no_warmup"))
+    assert "80.50 ± 1.24" in arm and "-10.00 ±" in arm
+    for seed, top1 in enumerate((0.2, 0.9)):  # wide numbers: what is spare gives way, nothing else
+        made_up_run(tmp_path, 1_048_576, seed, top1)
+    label = tmp_path / "1048576-s1" / "trial.json"
+    label.write_text(json.dumps({**json.loads(label.read_text()), "failure": "it broke"}))
+    lines = list(told(list(read(tmp_path).rows())))
+    assert max(map(len, lines)) <= 80 and "images/s" not in lines[0]
+    assert "1,048,576" in lines[4] and lines[0].split()[:3] == ["batch", "seeds", "failed"]
 
 
 def test_the_reading_says_what_can_be_said(study):

@@ -240,13 +240,14 @@ def _rates(words: str) -> list[float]:
 def _tell(out: Path, ended: str, flags: Sweep) -> int:
     from megabatch.report.figure import error_figure
     from megabatch.report.study import study_page
-    from megabatch.report.study_rows import show
+    from megabatch.report.study_rows import told
     from megabatch.study.reading import reading
     from megabatch.study.results import read
 
     study = read(out)
     rows = list(study.rows())
-    show(rows)
+    for line in told(rows):
+        say(line)
     page, said = out / "report.html", reading(study)
     write_whole(page, study_page(study).encode(errors="replace"))
     recipe = next((r.run.config.get("name") for c in study.cells for r in c.runs), None)

@@ -86,8 +86,8 @@ class Watched:
             return "begun; no step yet"
         of = count(number(self.record.config.get("epochs")), 2)
         words = [
-            f"step {count(last['step'])}" if not brief else "",
-            f"epoch {last['epoch']:.2f}/{of}",
+            f"step {count(self.record.steps_done)}" if not brief else "",
+            f"epoch {count(self.record.epoch, 2)}/{of}",
             f"{count(recent_speed(self.record))} images/s",
             f"loss {short(last['loss'])}",
             f"rate {short(last['lr'])}" if not brief else "",
@@ -100,8 +100,8 @@ class Watched:
     def result(self) -> dict[str, Any]:
         record, last = self.record, self.record.steps.last()
         numbers = {name: record.result(name) for name in ("top1", "top5", "loss")}
-        numbers |= {"epoch": record.epoch, "images_per_second": recent_speed(record)}
-        numbers |= {name: last.get(name, math.nan) for name in ("step", "seen")}
+        numbers |= {"epoch": record.epoch, "steps": record.steps_done}
+        numbers |= {"seen": last.get("seen", math.nan), "images_per_second": recent_speed(record)}
         return {
             "run": str(self.path),
             "state": self.state,
