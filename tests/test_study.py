@@ -114,6 +114,12 @@ def test_passes_fit_each_batch_unless_they_are_given():
     [
         ([], "study needs batches"),
         (["--batches", "256", "--batch", "64"], "a study has several batches"),
+        (["--batches", "64", "--stages", "3:128"], "compares fixed batches: leave --stages away"),
+        (["--batches", "64", "--noise.follow"], "or take the arm follow_noise"),
+        (["--batches", "64", "--keep_best"], "leave --keep-best away"),
+        (["--batches", "64", "--keep", "3"], "--keep-checkpoints keeps"),
+        (["--batches", "64", "--resume"], "goes on by itself"),
+        (["--batches", "64", "128"], "with commas between: --batches 64,128"),
         (["--batches", "a,b"], "--batches is 'a,b': give whole numbers"),
         (["--batches", "0,64"], "--batches has 0"),
         (["--batches", "64", "--seeds", "0"], "--seeds is 0"),
@@ -249,7 +255,7 @@ def test_a_study_grows_and_nothing_is_run_twice(tmp_path, capfd, monkeypatch):
 
     other = ["--label-smoothing", "0"]
     assert main(["study", *SHORT, *other, "--out", out]) == 2
-    assert "was begun with label_smoothing 0.1 but 0.0 is asked for now" in capfd.readouterr().err
+    assert "was begun with label_smoothing 0.1 but 0 is asked for now" in capfd.readouterr().err
 
 
 def test_runs_share_the_opened_images_and_end_as_they_would_alone(tmp_path, monkeypatch):

@@ -145,7 +145,7 @@ def test_a_name_that_is_nearly_right_is_answered_at_once(tmp_path):
     made_up(tmp_path / "digits-1")
     result = megabatch("watch", "digts-1", cwd=tmp_path)
     assert result.returncode == 2
-    assert "digts-1 is not the folder of a run (did you mean digits-1?)" in result.stderr
+    assert "digts-1 is not the folder of a run: did you mean digits-1?" in result.stderr
 
 
 def test_nothing_known_is_no_progress(tmp_path):

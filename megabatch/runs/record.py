@@ -253,12 +253,8 @@ def glance(path: str | os.PathLike[str]) -> Record:
 
 def glance_files(path: Path) -> Record:
     """A run's small files, and when it last wrote."""
-    if not path.is_dir():
-        raise UserError(f"there is no folder {path}: name the folder of a run")
     if not is_run(path):
-        raise UserError(
-            f"{path} is not the folder of a run: it has neither config.json nor metrics.jsonl"
-        )
+        raise UserError(f"{path} is not the folder of a run")
     record = Record(path)
     for name in ("config", "environment", "summary", "diagnosis"):
         file = path / f"{name}.json"

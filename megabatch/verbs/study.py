@@ -23,11 +23,15 @@ from megabatch.recipes.by_batch import fitted
 from megabatch.stopping import keep_stop_requests
 from megabatch.study.arms import ARMS
 from megabatch.study.trials import RECIPE, Plan
+from megabatch.verbs.before import check_beginnings, check_workers_here
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.sizing import doubts, sized
-from megabatch.verbs.workers import on_workers
+from megabatch.verbs.workers import how_many, on_workers, started_here
 from megabatch.verbs.writing import say, say_result, write_whole
+
+_WITHOUT_GPU = 2
+"""workers of a machine that has none"""
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,9 @@ class Sweep:
     probe: bool = False
     """first a short run whose gradient noise scale forecasts where scaling ends"""
     out: str | None = None
-    """the study's folder (None: runs/study-NAME); run again, it grows and nothing is run twice"""
+    """the study's folder (none: runs/study-NAME); run again, it grows and nothing is run twice"""
     workers: int | None = None
-    """local workers (None: one a GPU, or two without a GPU)"""
+    """local workers (none: one a GPU, or two without a GPU)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the workers compute"""
     keep_epochs: bool = False
@@ -75,7 +79,6 @@ class StudyFlags:
 class Given:
     """What is looked at before the recipe is known."""
 
-    batch: int | None = None
     micro: int | None = None
     save_every: float | None = None
 
@@ -100,8 +103,13 @@ def _run(arguments: list[str]) -> int:
     out = flags.out or f"runs/study-{name}"
     if (Path(out) / "config.json").exists():
         raise UserError(f"{out} is the folder of a run: name another --out for the study")
-    call = (plan, out, flags)
-    first, ended = on_workers(flags.workers, flags.device, 2, study_here, *call, stops=True)
+    if started_here(flags.workers):
+        config = next(iter(plan.configs.values()))
+        count = how_many(flags.workers, flags.device, _WITHOUT_GPU)
+        check_workers_here(config, (count,), flags.device)
+        check_beginnings(config)
+    how, call = (flags.workers, flags.device, _WITHOUT_GPU), (plan, out, flags)
+    first, ended = on_workers(*how, study_here, *call, stops=True)
     if not first:
         return STOPPED if ended == "stopped" else DONE
     return _tell(Path(out), ended, flags)
@@ -131,14 +139,29 @@ def study_here(plan: Plan, out: str, flags: Sweep) -> tuple[bool, str]:
 # --- what is asked for -------------------------------------------------------------------------
 
 
+# Flags of train that would be ignored, or would make runs that cannot be compared.
+_FIXED = "a study compares fixed batches: leave {} away, or take the arm {}"
+_NOT_HERE = {
+    "--batch": "a study has several batches: give --batches 256,1024, say",
+    "--stages": _FIXED.format("--stages", "grow, or one of your own, NAME='--stages 8:512'"),
+    "--noise.follow": _FIXED.format("--noise.follow", "follow_noise"),
+    "--keep": "a study has no use for --keep: --keep-checkpoints keeps the weights of its runs",
+    "--keep-best": "a study compares last accuracies: leave --keep-best away; --keep-checkpoints "
+    "keeps the last weights",
+    "--resume": "a study goes on by itself: give the same command again, without --resume",
+    "--grid": "a study's workers stand in a row a host: leave --grid away",
+}
+
+
 def read_flags(name: str, arguments: list[str]) -> tuple[Plan, Sweep]:
     """The runs that `megabatch study NAME ...` asks for."""
     words = f"study {name}"
+    for word in arguments:
+        if (flag := word.partition("=")[0].replace("_", "-")) in _NOT_HERE:
+            raise UserError(_NOT_HERE[flag])
     given = parse_some(Given, words, arguments)
-    if given.batch is not None:
-        raise UserError("a study has several batches: give --batches 256,1024, say")
-    first = sized(name, words, arguments)
-    flags = parse(StudyFlags, words, arguments, StudyFlags(Sweep(), first)).sweep
+    default = StudyFlags(Sweep(), sized(name, words, arguments))
+    flags = parse(StudyFlags, words, arguments, default, usage="--batches N,N,N").sweep
     batches = _batches(flags.batches, "batches")
     if not batches:
         raise UserError("study needs batches: --batches 256,1024,4096, say")

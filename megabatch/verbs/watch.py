@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest, printable
+from megabatch.errors import DONE, FAILED, STOPPED, UserError, printable
 from megabatch.report.numbers import count, duration, percent, short
+from megabatch.runs.begun import check_run, runs_in
 from megabatch.runs.record import Record, Tail, glance_files, is_run, number, recent_speed
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.writing import say
@@ -181,11 +182,8 @@ def run(arguments: list[str]) -> int:
     if not flags.every > 0 or not flags.patience > 0:
         raise UserError("--every and --patience are seconds, more than 0")
     path = Path(flags.run)
-    if not is_run(path) and (path.is_file() or not flags.wait):
-        beside = path.parent.iterdir() if path.parent.is_dir() else ()
-        runs = sorted(str(other) for other in beside if is_run(other))
-        hint = f" ({nearest(flags.run, runs)})" if runs else ""
-        raise UserError(f"{path} is not the folder of a run{hint}; --wait waits until it is")
+    if not flags.wait or path.is_file() or runs_in(path):
+        check_run(path, "; --wait waits until it is")
     watched = Watched(path, flags.patience)
     show: Lines | Bar = Bar() if sys.stderr.isatty() else Lines(flags.every)
     try:
