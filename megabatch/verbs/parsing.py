@@ -140,7 +140,7 @@ def _refuse(kind: type, typed: list[str], mistake: mistakes.ParseErrorEvent) -> 
             raise UserError(message)  # a dataclass that refuses what it is given
         case mistakes.InstantiationFailure() | mistakes.BadValue():
             wrong: Any = mistake.argument
-            given = " ".join(_values(wrong.display_name(), typed))
+            given = textwrap.shorten(" ".join(_values(wrong.display_name(), typed)), 60)
             said = f"{wrong.display_name()} {f'is {given}' if given else 'stands alone'}"
             raise UserError(f"{said}: it takes {_in_words(wrong.lowered.metavar)}")
     raise UserError(f"{mistake.prog} does not understand its flags: {listed}")
