@@ -421,7 +421,8 @@ def test_the_reading_says_what_can_be_said(study):
     assert "A batch of 1,024 ends 20.50 points below it" in said
     assert "None of them stays within 0.3 points" in said
     assert (
-        "600 images, forecasts that scaling ends there; the runs lose accuracy from 256 on" in said
+        "600 images, roughly forecasts where scaling ends; the runs lose accuracy from 256 on"
+        in said
     )
     assert (
         "these differ from the recipe by more than their interval: no_warmup at 256 -10.00" in said

@@ -183,6 +183,7 @@ table>tbody:first-child>tr:first-child>td{border-top:0}
 thead th{border-top:0;color:var(--soft);font-weight:600;font-size:12.5px;white-space:nowrap}
 td{overflow-wrap:anywhere;min-width:12em}.n{text-align:right;white-space:nowrap}
 td:first-child{min-width:9.5em}td.n{min-width:0}
+@media (min-width:761px){td:first-child{white-space:nowrap}}
 .after{margin-top:12px}
 code{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 code span{display:inline-block;max-width:100%;white-space:pre-wrap}
