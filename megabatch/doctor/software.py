@@ -184,7 +184,8 @@ def check_library(library: Library) -> Finding:
 
 def check_torchvision(facts: Facts) -> Finding:
     """The trap: wheels made for another build of torch install well and fail at import."""
-    part, good, bad, lacking = "torchvision, timm", [], [], []
+    part, good, bad = "torchvision, timm", list[str](), list[str]()
+    lacking = list[str]()
     for name in ("torchvision", "timm"):
         try:
             version = ask(child.version_of, name, name)
