@@ -142,6 +142,8 @@ def scripts():
         (["train", "digits", "--data.si"], ["--data.size"]),
         (["evaluate", "runs/a", "--be"], ["--best"]),
         (["bench", "st"], ["step"]),
+        (["launch", "--slurm", "train", "digits", "--data.si"], ["--data.size"]),
+        (["launch", "--part"], ["--partition"]),
         (["completion", "z"], ["zsh"]),
     ],
 )

@@ -24,7 +24,8 @@ from megabatch.verbs.examples import EXAMPLES
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.writing import check_out, say, write_whole
 
-_STARTED = ("train", "study")
+STARTED = ("train", "study")
+"""the verbs that a script may start"""
 _MOST = 100_000
 _GRACE_SECONDS = 120
 """before the time is up, to save in"""
@@ -57,7 +58,7 @@ class LaunchFlags:
 
 
 def run(arguments: list[str]) -> int:
-    at = next((at for at, word in enumerate(arguments) if word in _STARTED), len(arguments))
+    at = next((at for at, word in enumerate(arguments) if word in STARTED), len(arguments))
     ours = [word for word in arguments[:at] if word != "--"]
     if other := next((word for word in ours if word in EXAMPLES), None):
         raise UserError(f"launch starts train or study, not {other}: type that one by itself")
