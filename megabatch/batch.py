@@ -21,6 +21,11 @@ class Stage:
     batch: int
     momentum: float | None = None
 
+    def __str__(self) -> str:
+        """As on the command line: EPOCH:BATCH or EPOCH:BATCH:MOMENTUM."""
+        momentum = "" if self.momentum is None else f":{self.momentum:g}"
+        return f"{self.epoch:g}:{self.batch}{momentum}"
+
 
 @dataclass(frozen=True)
 class Step:

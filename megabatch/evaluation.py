@@ -21,6 +21,7 @@ from megabatch.parts import prepared
 from megabatch.precision import full_dtype, halved
 from megabatch.process import compute_settings
 from megabatch.runs import checkpoint
+from megabatch.runs.begun import check_run
 from megabatch.runs.progress import counted, counting, say, to_people
 from megabatch.runs.verdict import idle_workers
 from megabatch.step import score
@@ -42,10 +43,8 @@ def evaluate(
     average of the weights where the run kept one. Unless `quiet`, the first worker says on standard
     error how far it is.
     """
-    written = Path(run) / "config.json"
-    if not written.exists():
-        raise UserError(f"{run} is not the folder of a run: it has no config.json")
-    config = Config.read(written)
+    check_run(Path(run))
+    config = Config.read(Path(run) / "config.json")
     # What was written there may be anyone's: an evaluation copies nothing and needs no first
     # weights.
     config = replace(config, init="", data=replace(config.data, local_copy=""))

@@ -4,7 +4,6 @@ or those that the library of a model has; a head of another number of classes is
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +29,7 @@ def begin_from(net: nn.Module, config: Config) -> None:
 
 def load_initial(net: nn.Module, path: str) -> list[str]:
     """Load weights into a module; returns the names that keep their fresh values: the head's."""
-    if not Path(path).is_file():
-        raise UserError(
-            f"there is no file {path}: --init takes a safetensors file, or a .pth of torch's"
-        )
+    zoo.check_init(path)
     return _put(net, _read(path), path)
 
 

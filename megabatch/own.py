@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from megabatch.config import Config
+from megabatch.config.settings import shown
 from megabatch.errors import UserError
 
 
@@ -16,7 +17,7 @@ def checked(config: Config, model: nn.Module | None, data: Any) -> Config:
     """The config as it is saved: a module or data of the caller's own are named as such."""
     if not isinstance(config, Config):
         raise UserError(
-            f"config is {config!r}, not a Config: give one, such as megabatch.recipes.digits()"
+            f"config is {shown(config)}, not a Config: give one, such as megabatch.recipes.digits()"
         )
     check_model(model)
     if model is not None:
@@ -36,8 +37,8 @@ def check_model(model: Any) -> None:
         )
     if not isinstance(model, nn.Module):
         raise UserError(
-            f"model is {model!r}, not a torch.nn.Module: give a module, or name a bundled model in "
-            f"config.model"
+            f"model is {shown(model)}, not a torch.nn.Module: give a module, or name a bundled "
+            f"model in config.model"
         )
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise UserError(

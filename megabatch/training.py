@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megabatch.batch import Step, step_at
+from megabatch.batch import Step, count_steps, step_at
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.loader import Loader
@@ -37,7 +37,7 @@ from megabatch.runs.listening import Logger, Theirs, check_loggers
 from megabatch.runs.loggers import Log
 from megabatch.runs.memory import Memory, compared, copied
 from megabatch.runs.progress import say, to_people
-from megabatch.runs.verdict import Clock, Effort, Facts, idle_workers
+from megabatch.runs.verdict import Clock, Effort, Facts, few_steps, idle_workers
 from megabatch.step import DelayedNumbers, StepResult, score, train_step
 from megabatch.stopping import stop_requests
 from megabatch.sync.control import StepNumbers
@@ -319,7 +319,7 @@ class _Run:
         state.best_at = state.seen if best else state.best_at
         if saves or best:
             self._save(compared, last=saves, best=best)
-        if best and self.cluster.world > 1:  # until then others can write it, should this one be lost
+        if best and self.cluster.world > 1:  # others can write it, should this one be lost now
             self.folder.wait()
         self.clock.passed_over(time.perf_counter() - paused)
         if self._due(before, 1.0):
@@ -430,6 +430,10 @@ def _say_first(
     micro = ", or a smaller --micro"
     if (idle := idle_workers(config.batch, config.micro, cluster.world, micro)) is not None:
         log.say(idle)
+    stages = config.all_stages
+    steps, _ = count_steps(stages, images, config.epochs)
+    if (few := few_steps([stage.batch for stage in stages], images, steps)) is not None:
+        log.say(few)
     if state.seen:
         log.say(f"resumed at step {state.steps}, epoch {state.seen / images:.2f}")
     if cluster.device.type == "cuda":

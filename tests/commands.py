@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import pty
 import subprocess
 import sys
 from subprocess import CompletedProcess
@@ -37,6 +38,22 @@ def megabatch_process(*arguments, cwd=None, **options):
     return subprocess.run(
         words, capture_output=True, text=True, cwd=cwd, timeout=PATIENCE_SECONDS, **options
     )
+
+
+def at_terminal(*arguments, cwd=None, columns=80):
+    """The lines that it writes to a terminal so wide, without colours."""
+    ours, theirs = pty.openpty()
+    environ = {"NO_COLOR": "1", "TERM": "xterm", "COLUMNS": str(columns)}
+    words = [*MEGABATCH, *map(str, arguments)]
+    with os.fdopen(ours, "rb", buffering=0) as terminal, os.fdopen(theirs) as end:
+        process = subprocess.Popen(words, stdout=end, cwd=cwd, env=os.environ | environ)
+        end.close()
+        found = b""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while some := terminal.read(1 << 16):
+                found += some
+    assert process.wait(60) == 0
+    return found.decode().splitlines()
 
 
 def last_json(result, status=0):

@@ -174,7 +174,7 @@ def test_evaluate_needs_no_engine_and_gives_the_net_back(tmp_path, monkeypatch):
     ("arguments", "words"),
     [
         (("digits",), r"config is 'digits', not a Config: .*recipes\.digits\(\)"),
-        ((None,), "config is None, not a Config"),
+        ((None,), "config is none, not a Config"),
         ((SHORT, WithDropout), "model is the class WithDropout, not a module"),
         ((SHORT, "resnet50"), r"model is 'resnet50', not a torch\.nn\.Module"),
         ((SHORT, nn.DataParallel(WithDropout())), r"sums gradients .* itself: .*model\.module"),

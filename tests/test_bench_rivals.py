@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from megabatch import models
 from megabatch.bench import rivals
+from megabatch.bench.steady import noted, unsteady
 from megabatch.cli import main
 from megabatch.config import Config, Data
 
@@ -35,6 +36,44 @@ def test_bench_optim_prints_each_optimiser_beside_its_floor(capsys):
     # LARS reads weights and gradients once more, for their norms.
     lars, sgd = (found["rows"][names.index(n)]["floor_ms"] for n in (names[0], "torch's SGD"))
     assert lars / sgd == pytest.approx(7 / 5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--out", "no/machine.json"], "name a file in a folder that is there"),
+        (["--out", "notes.json"], "is no machine's file, and would be lost"),
+        (["--rivals", "--export", "net.json"], "--export measures nothing: leave --rivals away"),
+        (["--export", "no/net.json"], "name a file in a folder that is there"),
+        (["--export", "net.txt"], "the name of a workload ends with .json"),
+        (["--micro", "0"], "--micro is 0"),
+        (["--seconds", "0"], "--seconds is 0"),
+    ],
+)
+def test_bench_step_refuses_before_it_measures(flags, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.json").write_text('{"mine": 1}')
+    assert main(["bench", "step", "--device", "cpu", *flags]) == 2
+    said = capsys.readouterr()
+    assert says in said.err and len(said.err.splitlines()) == 1 and said.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.json"]
+    assert (tmp_path / "notes.json").read_text() == '{"mine": 1}'
+
+
+def test_an_unsteady_machine_is_told_and_a_steady_one_is_not():
+    warm_up = [9.0, 9.0, 9.0]
+    assert unsteady([*warm_up, 1.0, 1.01, 1.02, 1.03, 1.1, 1.0]) is None
+    assert unsteady([*warm_up, 1.0, 2.0]) is None  # too few to tell
+    said = unsteady([*warm_up, *[1.0] * 10, *[2.0] * 10, *[3.0] * 10])
+    assert "over 1.50 times the median, a quarter under 0.50" in said
+
+
+def test_every_turn_is_noted():
+    done = []
+    taken, timed = noted(lambda: done.append(1))
+    for _ in range(5):
+        timed()
+    assert len(taken) == len(done) == 5 and min(taken) >= 0
 
 
 def test_bench_optim_refuses_in_one_sentence(capsys):

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -16,10 +15,12 @@ import pytest
 from commands import MEGABATCH, last_json, megabatch, megabatch_process
 from dying import held
 from PIL import Image
+from studies import made_up_run
 from waiting import PATIENCE_SECONDS
 
 from megabatch import models, recipes
 from megabatch.cli import VERBS, main
+from megabatch.verbs.train import read_flags as train_flags
 
 QUICK = ["--epochs", "1", "--device", "cpu"]
 
@@ -250,7 +251,7 @@ def mistaken(result, says):
         (["train", "digits", "--batc", "32"], "did you mean --batch?"),
         (["train", "digits", "--nonsense"], "--nonsense"),
         (["train", "digits", "--epochs", "many"], "--epochs"),
-        (["train", "digits", "--lr.decay", "fast"], "'fast'"),
+        (["train", "digits", "--lr.decay", "fast"], "--lr.decay is fast: there are poly"),
         (["train", "digits", "--batch", "100"], "use 96 or 112"),
         (["train", "digits", "--micro", "24"], "not a multiple of span"),
         (["train", "digits", "--stages", "3"], "--stages"),
@@ -259,12 +260,15 @@ def mistaken(result, says):
         (["train", "digits", "--epochs", "1e99"], "epochs is 1e+99; it must be above 0"),
         (["train", "digits", "--epochs", "nan"], "epochs is nan: give a finite number"),
         (["train", "digits", "--epochs", "inf"], "epochs is inf: give a finite number"),
-        (["train", "digits", "--epochs"], "--epochs takes FLOAT: its value is missing"),
+        (["train", "digits", "--epochs"], "--epochs stands alone: it takes a number"),
         (["train", "digits", "--batch", "9" * 400], "batch is 999"),
         (["train", "mlperf", "--batch", "9" * 400], "batch is 999"),
-        (["train", "digits", "--batch", "9" * 5000], "--batch takes"),
-        (["train", "digits", "--stages", "3:64:0.9:1"], "--stages takes [EPOCH:BATCH[:MOMENTUM]"),
-        (["train", "digits", "--grid", "1"], "--grid takes"),
+        (["train", "digits", "--batch", "9" * 5000], "it takes a whole number"),
+        (
+            ["train", "digits", "--stages", "3:64:0.9:1"],
+            "--stages is 3:64:0.9:1: it takes",
+        ),
+        (["train", "digits", "--grid", "1"], "--grid is 1: it takes 2 whole numbers"),
         (["train", "digits", "--name", "../x"], "cannot be a folder's"),
         (["train", "digits", "--model", "own Net"], "a model of your own comes from Python"),
         (["train", "digits", "--data.source", "own"], "a data of your own comes from Python"),
@@ -289,11 +293,63 @@ def test_mistakes_get_one_sentence_and_status_2(arguments, says, tmp_path):
     mistaken(megabatch(*arguments, cwd=tmp_path), says)
 
 
-def test_a_plan_that_is_none_is_refused_before_anything_starts():
-    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    mistaken(megabatch_process("train", "digits", "--plan", "nonesuch"), "there is no plan")
-    taken = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began
-    assert taken < 1.5  # of a processor: no torch, no worker
+BEFORE = [
+    (["train", "digits", "--plan", "nonesuch"], "there is no plan"),
+    (["train", "digits", "--plan", "auto"], "plan auto needs machine.json"),
+    (["train", "digits", "--data.path", "nowhere"], "there is no nowhere"),
+    (["train", "digits", "--data.path", "no.arrow"], "there is no file no.arrow"),
+    (["train", "digits", "--data.path", "file"], "file cannot be read as a pack"),
+    (["train", "goyal2017"], "no images were named"),
+    (["train", "digits", "--data.skip-bad", "3"], "data.skip_bad leaves"),
+    (["train", "digits", "--init", "weights.pth"], "there is no file weights.pth"),
+    (["train", "digits", "--device", "cuda"], "there is no GPU: use --device cpu"),
+    (["train", "digits", "--grid", "3", "3"], "does not hold the 4 workers"),
+    (["train", "digits", "--workers", "1,2", "--grid", "1", "2"], "does not hold the 1 work"),
+    (["train", "digits", "--out", "study/64-s0"], "holds a run already"),
+    (["train", "digits", "--out", "study/64-s0", "--resume"], "was begun with"),
+    (["train", "digits", "--out", "study"], "is the folder of a study"),
+    (["train", "digits", "--out", "file/run"], "file is not a folder"),
+    (["study", "digits", "--batches", "64", "--data.path", "nowhere"], "there is no nowhere"),
+    (["evaluate", "study"], "study is a study of 1 run, not a run itself: name one of them"),
+    (["evaluate", "study/64-s0/config.json"], "name the run's folder, study/64-s0"),
+    (["export", "study"], "study/64-s0 say"),
+    (["predict", "study", "file"], "study/64-s0 say"),
+    (["watch", "study"], "study/64-s0 say"),
+    (["watch", "study", "--wait"], "study/64-s0 say"),
+    (["report", "study/64-s0", "study"], "study/64-s0 say"),
+]
+# All of them in one process, which must end without torch.
+REFUSING = """
+import contextlib, io, json, sys
+from megabatch.cli import main
+for arguments in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        status = main(arguments)
+    print(json.dumps([status, said.getvalue(), "torch" in sys.modules]))
+"""
+
+
+def test_mistakes_are_told_before_a_worker_is_started(tmp_path):
+    made_up_run(tmp_path / "study", 64, 0, 0.9)
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSING], input=json.dumps([words for words, _ in BEFORE]),
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(BEFORE), done.stderr
+    for (arguments, says), (status, said, with_torch) in zip(BEFORE, found, strict=True):
+        assert (status, with_torch) == (2, False), (arguments, said)
+        assert says in said and said.count("\n") == 1, (arguments, said)
+    assert {path.name for path in tmp_path.iterdir()} == {"study", "file"}
+
+
+def test_a_share_of_any_images_but_the_recipes_own_is_a_tenth():
+    assert train_flags("digits", [])[0].data.val_share == 0.2
+    assert train_flags("digits", ["--data.path", "pictures"])[0].data.val_share == 0.1
+    given = ["--data.path", "pictures", "--data.val-share", "0.3"]
+    assert train_flags("digits", given)[0].data.val_share == 0.3
 
 
 def test_train_from_the_config_of_a_run(finished, tmp_path):

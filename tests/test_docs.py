@@ -95,9 +95,8 @@ def test_every_flag_of_every_command_exists():
         if verb not in VERBS:
             continue
         known = flags_known(verb, rest)
-        if verb == "launch" and "train" in rest:
-            at = rest.index("train")
-            known |= flags_known("train", rest[at + 1 :])
+        for started in {"train", "study"} & {*rest} if verb == "launch" else ():
+            known |= flags_known(started, rest[rest.index(started) + 1 :])
         for word in rest:
             if re.match(r"--[a-z]", word):
                 assert word.partition("=")[0] in known, (page, verb, word)
@@ -129,6 +128,8 @@ def test_every_plan_command_is_answered(words, capsys, tmp_path, monkeypatch):
 )
 def test_every_launch_command_writes_its_script(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if "--data.path" in words:
+        Path(words[words.index("--data.path") + 1]).touch()
     assert main(words[1:]) == 0
     assert [path for path in tmp_path.iterdir() if path.read_text().startswith("#!/bin/sh")]
 

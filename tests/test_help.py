@@ -66,6 +66,17 @@ def test_help_all_explains_every_flag(capsys):
         ("train digits --data.sise 3", "did you mean --data.size?"),
         ("train digits --model resnet5", "did you mean 'resnet50'?"),
         ("bench stpe", "did you mean step?"),
+        ("train digits --workers 2 4", "with commas between: --workers 2,4"),
+        ("plan digits --gpus 2 4", "with commas between: --gpus 2,4"),
+        ("train digits --keep-best 3", "--keep-best takes no value: leave 3 away"),
+        ("train digits --deterministic=true", "takes no value: leave true away"),
+        ("train digits --epochs 3 4", "--epochs takes one value: leave 4 away"),
+        ("train digits --patience abc", "--patience is abc: it takes a number"),
+        ("train digits --micro", "--micro stands alone: it takes a whole number"),
+        ("train digits --grid 2,2", "--grid is 2,2: it takes 2 whole numbers with spaces between"),
+        ("train digits --stages 3", "--stages is 3: it takes EPOCH:BATCH[:MOMENTUM], as many"),
+        ("train digits --lr.drop-at a", "it takes numbers, with spaces between"),
+        ("train digits --precision fp8", "--precision is fp8: there are fp32"),
         ("completion bsh", "did you mean bash?"),
         ("export runs --to onx", "did you mean onnx?"),
     ],
@@ -73,6 +84,16 @@ def test_help_all_explains_every_flag(capsys):
 def test_near_misses_are_told(words, says, capsys):
     assert main(words.split()) == 2
     assert says in capsys.readouterr().err
+
+
+def test_help_has_no_python_in_it(capsys):
+    for words in ("launch", "evaluate", "bench step", "export", "plan digits", "runs"):
+        said = help_of(words, capsys)
+        assert not re.search(r"None|True|False|''", said), words
+    assert "usage: megabatch launch [-h] [OPTIONS] train|study RECIPE ..." in help_of(
+        "launch", capsys
+    )
+    assert "the last for" in help_of("train digits", capsys)
 
 
 def test_reading_only_the_beginning_is_no_error():
@@ -121,6 +142,8 @@ def scripts():
         (["train", "digits", "--data.si"], ["--data.size"]),
         (["evaluate", "runs/a", "--be"], ["--best"]),
         (["bench", "st"], ["step"]),
+        (["launch", "--slurm", "train", "digits", "--data.si"], ["--data.size"]),
+        (["launch", "--part"], ["--partition"]),
         (["completion", "z"], ["zsh"]),
     ],
 )
@@ -153,7 +176,7 @@ def test_names_in_sentences_and_logs_move_no_cursor(tmp_path, capfd):
     assert main(["train", "digits", "--data.path", HOSTILE, "--workers", "1"]) == 2
     assert main(["pack", "--verify", HOSTILE]) == 2
     said = "".join(capfd.readouterr())
-    assert "a\\x1b[2Jb\\rc\\u202ed" in said
+    assert said.count("a\\x1b[2Jb c\\u202ed") == 3
     assert not any(char in said for char in "\x1b\r\u202e")
 
 

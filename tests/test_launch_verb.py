@@ -81,12 +81,47 @@ def test_a_file_is_written(tmp_path, capsys):
     assert f"sbatch {path}" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_a_study_goes_on_by_itself(capsys):
+    text = script(capsys, "--slurm", "--cpu", "study", "digits", "--batches", "32,64")
+    words = text.replace("\\\n", " ").split()
+    line = [
+        "study",
+        "digits",
+        "--batches",
+        "32,64",
+        "--out",
+        "runs/study-digits",
+        "--device",
+        "cpu",
+    ]
+    assert words[words.index("study") :][: len(line)] == line
+    assert "--resume" not in text and "#SBATCH --job-name=study-digits" in text
+    assert "study digits" in script(capsys, "--hosts", "a", "study", "digits", "--batches", "32")
+
+
+def test_images_that_are_named_from_here_must_be_here(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = ["--slurm", "train", "goyal2017", "--data.path"]
+    assert main(["launch", *line, "images.arrow"]) == 2
+    assert "there is no images.arrow here" in capsys.readouterr().err
+    assert main(["launch", "--slurm", "train", "goyal2017"]) == 2
+    assert "no images were named" in capsys.readouterr().err
+    assert main(["launch", *line, "/scratch/none/images.arrow"]) == 0
+    assert "the nodes must have it" in capsys.readouterr().err
+    (tmp_path / "images.arrow").touch()
+    assert main(["launch", *line, "images.arrow"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ([], "needs one of --slurm and --hosts"),
         (["--slurm", "--hosts", "a", *RUN], "needs one of --slurm and --hosts"),
         (["--slurm"], "needs the run's line at its end"),
+        (["--slurm", "evaluate", "runs/a"], "launch starts train or study, not evaluate"),
+        (["--slurm", "study", "digits"], "study needs batches"),
+        (["--slurm", "study", "digits", "--batches", "9", "--workers", "2"], "comes before study"),
         (["--slurm", "train"], "needs the run's line at its end"),
         (["--slurm", "train", "digit"], "did you mean digits?"),
         (["--slurm", "train", "digits", "--batch", "33"], "cannot be made of micro-batches"),

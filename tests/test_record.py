@@ -133,9 +133,9 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="there is no folder"):
+    with pytest.raises(UserError, match="is not the folder of a run"):
         record.read(tmp_path / "nothing")
-    with pytest.raises(UserError, match="it has neither"):
+    with pytest.raises(UserError, match="is not the folder of a run"):
         record.read(tmp_path)
 
 

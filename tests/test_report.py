@@ -196,8 +196,8 @@ def test_bad_input_is_one_sentence(tmp_path):
     before = {path: path.read_bytes() for path in folder.iterdir()}
     for arguments, sentence in (
         ([], "report needs a run"),
-        ([tmp_path / "none"], "there is no folder"),
-        ([tmp_path], "neither config.json nor metrics.jsonl"),
+        ([tmp_path / "none"], "is not the folder of a run"),
+        ([tmp_path], "is a folder of 1 run, not a run itself: name one of them"),
         ([folder, "--out", folder / "metrics.jsonl"], "the name of a report ends with .html"),
         ([folder, "--out", tmp_path / "no" / "r.html"], "cannot be written"),
         ([folder, "--ot", "r.html"], "--out"),

@@ -30,6 +30,7 @@ from megabatch.models.resnet import open_blocks
 from megabatch.recipes.by_batch import fitted
 from megabatch.report.figure import error_figure
 from megabatch.report.study import study_page
+from megabatch.report.study_rows import told
 from megabatch.runs.folder import RunFolder
 from megabatch.study import sweep
 from megabatch.study.arms import ARMS
@@ -119,6 +120,12 @@ def test_passes_fit_each_batch_unless_they_are_given():
     [
         ([], "study needs batches"),
         (["--batches", "256", "--batch", "64"], "a study has several batches"),
+        (["--batches", "64", "--stages", "3:128"], "compares fixed batches: leave --stages away"),
+        (["--batches", "64", "--noise.follow"], "or take the arm follow_noise"),
+        (["--batches", "64", "--keep_best"], "leave --keep-best away"),
+        (["--batches", "64", "--keep", "3"], "--keep-checkpoints keeps"),
+        (["--batches", "64", "--resume"], "goes on by itself"),
+        (["--batches", "64", "128"], "with commas between: --batches 64,128"),
         (["--batches", "a,b"], "--batches is 'a,b': give whole numbers"),
         (["--batches", "0,64"], "--batches has 0"),
         (["--batches", "64", "--seeds", "0"], "--seeds is 0"),
@@ -254,7 +261,7 @@ def test_a_study_grows_and_nothing_is_run_twice(tmp_path, capfd, monkeypatch):
 
     other = ["--label-smoothing", "0"]
     assert main(["study", *SHORT, *other, "--out", out]) == 2
-    assert "was begun with label_smoothing 0.1 but 0.0 is asked for now" in capfd.readouterr().err
+    assert "was begun with label_smoothing 0.1 but 0 is asked for now" in capfd.readouterr().err
 
 
 def test_runs_share_the_opened_images_and_end_as_they_would_alone(tmp_path, monkeypatch):
@@ -464,6 +471,23 @@ def test_cells_and_differences(study):
     assert study.forecast == 600
 
 
+def test_the_table_fits_80_columns_and_keeps_its_numbers(study, tmp_path):
+    lines = list(told(list(study.rows())))
+    assert max(map(len, lines)) <= 80
+    heads = "batch seeds top-1 to baseline epochs steps seconds images/s"
+    assert " ".join(lines[0].split()) == heads
+    assert lines[2].split()[:8] == ["256", "3", "90.50", "±", "3.29", "-0.50", "±", "2.74"]
+    arm = next(line for line in lines if line.startswith("no_warmup"))
+    assert "80.50 ± 1.24" in arm and "-10.00 ±" in arm
+    for seed, top1 in enumerate((0.2, 0.9)):  # wide numbers: what is spare gives way, nothing else
+        made_up_run(tmp_path, 1_048_576, seed, top1)
+    label = tmp_path / "1048576-s1" / "trial.json"
+    label.write_text(json.dumps({**json.loads(label.read_text()), "failure": "it broke"}))
+    lines = list(told(list(read(tmp_path).rows())))
+    assert max(map(len, lines)) <= 80 and "images/s" not in lines[0]
+    assert "1,048,576" in lines[4] and lines[0].split()[:3] == ["batch", "seeds", "failed"]
+
+
 def test_the_reading_says_what_can_be_said(study):
     said = reading(study)
     assert "The baseline, a batch of 64, ends with 91.00 % top-1 ± 2.48 over 3 seeds." in said
@@ -472,7 +496,8 @@ def test_the_reading_says_what_can_be_said(study):
     assert "A batch of 1,024 ends 20.50 points below it" in said
     assert "None of them stays within 0.3 points" in said
     assert (
-        "600 images, forecasts that scaling ends there; the runs lose accuracy from 256 on" in said
+        "600 images, roughly forecasts where scaling ends; the runs lose accuracy from 256 on"
+        in said
     )
     assert (
         "these differ from the recipe by more than their interval: no_warmup at 256 -10.00" in said

@@ -24,6 +24,7 @@ from megabatch.runs.verdict import (
     Facts,
     Verdicts,
     Waits,
+    few_steps,
     idle_workers,
     straggler,
     verdict,
@@ -233,6 +234,15 @@ def test_workers_without_a_micro_batch_are_warned_of(images, world, idle):
             "warning: 1 of 5 workers idle, for 64 images are 4 micro-batches of 16: use --workers "
             "4, or a smaller --micro"
         )
+
+
+def test_a_run_of_few_steps_is_warned_of():
+    assert few_steps([64, 128], 1000, 40) is None
+    assert few_steps([64, 256], 159, 6) == (
+        "warning: 6 steps in all are few to learn in, for 159 training images, and a batch of 256 "
+        "is all of them: use a smaller --batch, or more --epochs"
+    )
+    assert "1 step in all" in few_steps([64], 159, 1)
 
 
 def test_small_waits_are_not_worth_a_word():

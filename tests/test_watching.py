@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from commands import at_terminal
 from run_folders import evaluation_line, made_up, step_line
 
 from megabatch.verbs.runs import run_folders
@@ -53,15 +54,35 @@ def test_runs_newest_first(several):
     assert [run["state"] for run in told] == ["stopped", "finished", "running"]
     assert told[1] == {
         "run": str(several / "old"), "recipe": "made-up", "began": "2026-01-01T00:00:00+0000",
-        "state": "finished", "top1": 0.25, "epoch": 4.0, "epochs": 4.0, "batch": 100.0,
+        "state": "finished", "top1": 0.25, "epoch": 4.0, "epochs": 4.0, "steps": 11.0,
+        "batch": 100.0,
         "seconds": 61.0, "images_per_second": 1234.0, "faults": [],
     }  # fmt: skip
     # In a pipe each run is one line, whatever its name holds.
     table = result.stdout.splitlines()[:-1]
-    assert [line.split()[0].removeprefix(str(several)) for line in table[2:]] == [
+    assert [line.split()[0].removeprefix(str(several)) for line in table[1:]] == [
         "/study/new", "/old", "/[red]odd[/red]",
     ]  # fmt: skip
-    assert "25.00 %" in table[3] and "1 min 1 s" in table[3]
+    assert "25.00 %" in table[2] and "1 min 1 s" in table[2]
+
+
+def test_a_name_is_never_broken_and_a_terminal_of_80_columns_is_enough(tmp_path):
+    name = "runs/study-digits/512-no_warmup-s0"
+    made_up(tmp_path / name, [step_line(0)], summary={"ended": "stopped", "seconds": 3600.0})
+    lines = at_terminal("runs", cwd=tmp_path)
+    assert len(lines) == 2 and max(map(len, lines)) <= 80, lines
+    assert lines[1].split()[0] == name and "1 h 0 min" in lines[1]
+    assert "images/s" not in lines[0] and "top-1" in lines[0]
+
+
+def test_runs_and_watch_count_alike(tmp_path):
+    lines = [step_line(0), evaluation_line(0.5), step_line(9)]
+    made_up(tmp_path / "run", lines, summary={"ended": "stopped"})
+    row = last_json(megabatch("runs", tmp_path, "--json"))["runs"][0]
+    watched = megabatch("watch", tmp_path / "run", "--json")
+    told = last_json(watched)
+    assert (row["steps"], row["epoch"]) == (told["steps"], told["epoch"]) == (10, 1.0)
+    assert "step 10  epoch 1.00/4.00" in watched.stderr
 
 
 def test_names_do_nothing_to_a_terminal(tmp_path):
@@ -69,7 +90,7 @@ def test_names_do_nothing_to_a_terminal(tmp_path):
     made_up(tmp_path / name, [step_line(0)], config={"name": "\ud800\x07", "epochs": 4})
     result = megabatch("runs", tmp_path)
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) == 3
+    assert len(result.stdout.splitlines()) == 2
     assert "\x1b" not in result.stdout and "odd\\udcff\\x1b[2J\\nname" in result.stdout
     result = megabatch("report", tmp_path / name, "--out", tmp_path / "r.html")
     assert result.returncode == 0, result.stderr
@@ -101,7 +122,7 @@ def test_watching_a_run_that_has_ended(tmp_path, ended, status):
     result = megabatch("watch", folder, "--json")
     assert result.returncode == status, result.stderr
     told = last_json(result)
-    assert told["state"] == ended and told["top1"] == 0.5 and told["step"] == 0
+    assert told["state"] == ended and told["top1"] == 0.5 and told["steps"] == 1
     assert "epoch 1  top-1 50.00 %" in result.stderr
     assert result.stdout.startswith(f"{folder}: ")
 
@@ -124,7 +145,7 @@ def test_a_name_that_is_nearly_right_is_answered_at_once(tmp_path):
     made_up(tmp_path / "digits-1")
     result = megabatch("watch", "digts-1", cwd=tmp_path)
     assert result.returncode == 2
-    assert "digts-1 is not the folder of a run (did you mean digits-1?)" in result.stderr
+    assert "digts-1 is not the folder of a run: did you mean digits-1?" in result.stderr
 
 
 def test_nothing_known_is_no_progress(tmp_path):
@@ -170,7 +191,7 @@ def test_a_run_is_followed_as_it_writes(tmp_path):
     try:
         wait_for("waiting for")
         made_up(folder, [step_line(0)])
-        wait_for("step 0  epoch 0.00/4.00  500 images/s  loss 2")
+        wait_for("step 1  epoch 0.00/4.00  500 images/s  loss 2")
         with (folder / "metrics.jsonl").open("a") as file:
             whole = step_line(20, loss=0.125) + "\n"
             file.write(whole[:50])
@@ -179,7 +200,7 @@ def test_a_run_is_followed_as_it_writes(tmp_path):
         wait_for("top-1 75.00 %")
         # 4 - 2.1 epochs of 1,000 images at 500 images/s.
         wait_for(
-            "step 20  epoch 2.00/4.00  500 images/s  loss 0.125  rate 0.1  batch 100  3.8 s left"
+            "step 21  epoch 2.10/4.00  500 images/s  loss 0.125  rate 0.1  batch 100  3.8 s left"
         )
         (folder / "summary.json").write_text(json.dumps({"ended": "finished", "top1": 0.75}))
         out = watcher.stdout.read()
@@ -199,7 +220,7 @@ def test_ctrl_c_ends_the_watching_and_not_the_run(tmp_path):
         [*MEGABATCH, "watch", str(folder), "--every", "0.05"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert "step 0" in watcher.stderr.readline()
+    assert "step 1" in watcher.stderr.readline()
     watcher.send_signal(signal.SIGINT)
     out, words = watcher.communicate(timeout=60)
     assert watcher.returncode == 0 and "no longer watching" in words and "running" in out

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -22,19 +23,21 @@ from torch import nn
 from megabatch import models
 from megabatch.bench.describe import describe, imported
 from megabatch.bench.rivals import convolutions_alone, plain_step
+from megabatch.bench.steady import noted, unsteady
 from megabatch.bench.timing import time_of
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.loader import MicroBatch
 from megabatch.errors import DONE, UserError
 from megabatch.parts import assemble, prepared
-from megabatch.planner.machine import update
+from megabatch.planner.machine import check_updatable, update
 from megabatch.planner.peak import share_of_peak
 from megabatch.planner.workload import made_for
 from megabatch.precision import HALF
 from megabatch.process import compute_settings
 from megabatch.step import train_step
 from megabatch.verbs.parsing import parse
+from megabatch.verbs.writing import check_out, say, write_whole
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class StepFlags:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute"""
     out: str = "machine.json"
-    """the file to add the rows to"""
+    """the file to add the rows to, in a folder that is there"""
     export: str | None = None
     """write the model as a workload of the planner, and measure nothing"""
     json: bool = False
@@ -69,6 +72,7 @@ class StepFlags:
 
 def run(arguments: list[str]) -> int:
     flags = parse(StepFlags, "bench step", arguments)
+    _check(flags)
     if flags.export and ":" in flags.model:
         return _export(flags, imported(flags.model), flags.size or 224, 3)
     usual, channels, classes = made_for(flags.model)
@@ -84,8 +88,6 @@ def run(arguments: list[str]) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda was asked for but torch sees no GPU: use --device cpu")
-    if not flags.micro or any(micro < 1 for micro in flags.micro):
-        raise UserError(f"--micro is {' '.join(map(str, flags.micro))}; give 1 image and more")
     rows, beside = [], []
     print(f"measuring {flags.model} on {device}", file=sys.stderr, flush=True)
     for micro in flags.micro:
@@ -116,12 +118,30 @@ def run(arguments: list[str]) -> int:
     return DONE
 
 
+def _check(flags: StepFlags) -> None:
+    """What can be refused before anything is measured."""
+    if flags.export:
+        if flags.rivals:
+            raise UserError("--export measures nothing: leave --rivals away, or --export")
+        check_out(Path(flags.export), (".json",), "a workload")
+        return
+    if not flags.micro or any(micro < 1 for micro in flags.micro):
+        raise UserError(f"--micro is {' '.join(map(str, flags.micro))}; give 1 image and more")
+    if not 0 < flags.seconds < math.inf:
+        raise UserError(f"--seconds is {flags.seconds:g}; give more than 0")
+    check_updatable(flags.out)
+
+
 def _measured(
     step: Callable[[], None], images: int, seconds: float, device: str
 ) -> tuple[float, str]:
     """Images/s, and the memory that it took, in words."""
     if device != "cuda":
-        return images / time_of(step, seconds, device), ""
+        taken, timed = noted(step)
+        rate = images / time_of(timed, seconds, device)
+        if (words := unsteady(taken)) is not None:
+            say(words, progress=True)
+        return rate, ""
     torch.cuda.reset_peak_memory_stats()
     rate = images / time_of(step, seconds, device)
     peak = torch.cuda.max_memory_allocated() / 2**30
@@ -149,7 +169,11 @@ def _beside(flags: StepFlags, config: Config, device: str, rate: float) -> dict[
 
 def _export(flags: StepFlags, net: nn.Module, size: int, channels: int) -> int:
     described = describe(net, torch.zeros(1, channels, size, size), flags.model)
-    Path(str(flags.export)).write_text(described.to_json())
+    written = described.to_json().encode()
+    write_whole(Path(str(flags.export)), written)
+    say(f"{flags.export}: {len(described.layers)} layers, {described.parameters:,} parameters")
+    if flags.json:
+        print(json.dumps({"export": flags.export, "nbytes": len(written)}), flush=True)
     return DONE
 
 

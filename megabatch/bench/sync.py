@@ -35,6 +35,7 @@ from megabatch.runs.loggers import environment
 from megabatch.sync.choice import Choice, fastest
 from megabatch.sync.execute import Pipeline
 from megabatch.verbs.parsing import parse
+from megabatch.verbs.writing import check_out
 
 LIMIT, BACKEND, BEST = "bare TCP ring", "backend", "best plan"
 AUTO, AUTO_HALF = "auto", "auto fp16"
@@ -53,11 +54,11 @@ class SyncFlags:
     workers: int = 4
     """local workers, where no launcher has started any"""
     grid: tuple[int, int] | None = None
-    """rows and columns (None: hosts and workers in each)"""
+    """rows and columns (none: hosts and workers in each)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the tensors are"""
     machine: str | None = "machine.json"
-    """file that receives links and plans (None: none)"""
+    """file that receives links and plans (None: nowhere)"""
     out: str | None = None
     """file that receives all figures as JSON"""
     json: bool = False
@@ -66,6 +67,10 @@ class SyncFlags:
 
 def run(arguments: list[str]) -> int:
     flags = parse(SyncFlags, "bench sync", arguments)
+    if flags.machine:
+        machine.check_updatable(flags.machine)
+    if flags.out:
+        check_out(Path(flags.out), (".json",), "a file of figures")
     if not under_launcher():
         print(f"starting {flags.workers} workers", file=sys.stderr, flush=True)
     report = measure(flags) if under_launcher() else run_local(flags.workers, measure, flags)
@@ -74,7 +79,6 @@ def run(arguments: list[str]) -> int:
         if flags.machine:
             machine.update(flags.machine, _machine_part(report))
         if flags.out:
-            Path(flags.out).parent.mkdir(parents=True, exist_ok=True)
             Path(flags.out).write_text(json.dumps(report, indent=1) + "\n")
         if flags.json:
             print(json.dumps(report), flush=True)

@@ -34,6 +34,7 @@ from megabatch.config.settings import (
     need,
     setting,
     settings_of,
+    shown,
 )
 from megabatch.errors import UserError
 from megabatch.models.zoo import PRETRAINED, is_foreign
@@ -145,7 +146,7 @@ class Config:
         names.check(self.plan)
         for index, stage in enumerate(self.stages):
             for name, kind, rule in _STAGE:
-                check_value(getattr(stage, name), kind, rule, f"stages[{index}].{name}")
+                check_value(getattr(stage, name), kind, rule, f"the {name} of stage {index + 1}")
         for name, every in (("eval_every", self.eval_every), ("save_every", self.save_every)):
             need(
                 every == 0 or every >= 1e-6,
@@ -153,7 +154,7 @@ class Config:
             )
         need(
             self.ratio_band[0] <= self.ratio_band[1],
-            f"ratio_band is {self.ratio_band}; give two ratios, the smaller first",
+            f"ratio_band is {shown(self.ratio_band)}; give two ratios, the smaller first",
         )
 
     # --- derived -------------------------------------------------------------------------------
@@ -334,11 +335,12 @@ class Config:
 
     def _check_length(self) -> None:
         """What lies at an epoch of the run must lie inside it."""
-        whole = f"config.resized(epochs={self.epochs:g}) shortens the whole recipe"
+        whole = f"from Python, config.resized(epochs={self.epochs:g}) shortens the whole recipe"
         begins = [stage.epoch for stage in self.all_stages]
         need(
             all(a < b for a, b in itertools.pairwise(begins)),
-            f"the stages begin at epochs {begins}; each must begin after the one before it",
+            f"the stages begin at epochs {shown(tuple(begins))}; each must begin after the one "
+            f"before it",
         )
         need(
             begins[-1] < self.epochs or len(begins) == 1,
@@ -381,7 +383,7 @@ class Config:
             settings_of(self), settings_of(asked), strict=True
         ):
             if before != now and not rule.may_change:
-                return f"{name} {before} but {now} is asked for now"
+                return f"{name} {shown(before)} but {shown(now)} is asked for now"
         return None
 
     # --- JSON ----------------------------------------------------------------------------------

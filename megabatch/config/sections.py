@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megabatch import optim, schedule
-from megabatch.config.settings import check_settings, need, setting
+from megabatch.config.settings import check_settings, need, setting, shown
 from megabatch.errors import nearest
 from megabatch.plans import names
 from megabatch.schedule import Schedule, scaled
@@ -104,17 +104,18 @@ class Data:
         )
         need(
             self.crop_area[0] <= self.crop_area[1],
-            f"data.crop_area is {self.crop_area}; give two shares, the smaller first, 0.08 1 say",
+            f"data.crop_area is {shown(self.crop_area)}; give two shares, the smaller first, 0.08 "
+            f"1 say",
         )
         need(
             self.crop_aspect[0] <= self.crop_aspect[1],
-            f"data.crop_aspect is {self.crop_aspect}; give two ratios, the smaller first, 0.75 "
-            f"1.33 say",
+            f"data.crop_aspect is {shown(self.crop_aspect)}; give two ratios, the smaller first, "
+            f"0.75 1.33 say",
         )
         need(
             self.scale == (0, 0) or self.size <= self.scale[0] <= self.scale[1],
-            f"data.scale is {self.scale}; give two lengths of the shorter side, the smaller first "
-            f"and at least data.size ({self.size}), 256 480 say, or 0 0 for none",
+            f"data.scale is {shown(self.scale)}; give two lengths of the shorter side, the smaller "
+            f"first and at least data.size ({self.size}), 256 480 say, or 0 0 for none",
         )
 
 
@@ -159,8 +160,8 @@ class LearningRate:
         need(
             all(a < b for a, b in itertools.pairwise((self.warmup, *self.drop_at)))
             or self.decay != "steps",
-            f"lr.drop_at is {self.drop_at}; give epochs after the warm-up ({self.warmup:g}), each "
-            f"later than the one before it",
+            f"lr.drop_at is {shown(self.drop_at)}; give epochs after the warm-up "
+            f"({self.warmup:g}), each later than the one before it",
         )
 
     def stretched(self, by: float) -> LearningRate:
@@ -245,7 +246,7 @@ class OptimizerConfig:
             remedy = f"no-{flag}" if usual is False else f"{flag} {usual}"
             need(
                 value == usual,
-                f"lamb has no {one.name}, which is {value} here: leave it away, or give "
+                f"lamb has no {one.name}, which is {shown(value)} here: leave it away, or give "
                 f"--optimizer.{remedy}",
             )
 

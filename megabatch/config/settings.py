@@ -114,7 +114,13 @@ def check_value(value: Any, kind: Any, rule: Rule, name: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value in a sentence: short, whatever it is."""
+    """A value in a sentence: short, whatever it is, and as a person would write it."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return " ".join(map(shown, value)) or "empty"
+    if dataclasses.is_dataclass(value):
+        return str(value)
     return f"{value:g}" if isinstance(value, float) else _SHOWN.repr(value)
 
 

@@ -180,7 +180,7 @@ def _jpeg_head(data: Encoded) -> Head:
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data, strict=False)
     except KeyError:  # simplejpeg's own table of colour spaces
-        raise BadImage("its head names no colours that are known") from None
+        raise BadImage("its head is cut off or damaged") from None
     except ValueError as error:
         raise BadImage(_reason(error)) from None
     _check_pixels(height, width)

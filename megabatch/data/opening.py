@@ -23,6 +23,7 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.decoded import Decoded, FromOrigin, FromPack
 from megabatch.data.jpeg import BadImage, pixels
+from megabatch.data.named import NO_DIGITS, check_fitting
 from megabatch.data.origins import Origin, open_origin
 from megabatch.data.origins.folders import VAL_NAMES
 from megabatch.data.packs.reading import Pack, PackError
@@ -63,13 +64,11 @@ def _open(
     left_out: Sequence[int] | None,
 ) -> tuple[Source, Source]:
     kind = config.data.kind
-    if config.data.skip_bad and (data is not None or kind != "folder"):
-        raise UserError(
-            "data.skip_bad leaves unreadable images of a folder out; for packs megabatch pack has "
-            "--skip-bad"
-        )
     if data is not None:
+        if config.data.skip_bad:
+            raise UserError("data.skip_bad leaves images of a folder out, not of data of your own")
         return open_own(config, data)
+    check_fitting(config.data)
     if kind in ("pack", "folder"):
         looking = cluster if left_out is None else None
         return open_stored(config, left_out or (), looking, training)
@@ -108,22 +107,8 @@ def open_stored(
     training: bool = True,
 ) -> tuple[Decoded, Decoded]:
     """The train and val parts of a pack, a folder or an archive, without the images left out."""
-    packed = config.data.kind == "pack"
-    if config.data.local_copy and not packed:
-        raise UserError(
-            "data.local_copy copies packs, but the images are no pack: make one with megabatch pack"
-        )
-    if config.data.skip_bad and packed:
-        raise UserError(
-            "data.skip_bad leaves unreadable images of a folder out; for packs megabatch pack has "
-            "--skip-bad"
-        )
-    if config.data.path == "":
-        raise UserError(
-            "no images were named: give --data.path a pack (FILE.arrow), or a folder with "
-            "train/CLASS/ and val/CLASS/"
-        )
-    if packed:
+    check_fitting(config.data)
+    if config.data.kind == "pack":
         return _open_pack(config)
     path = Path(config.data.path)
     try:
@@ -260,9 +245,7 @@ def digits(data: Data) -> InMemory:
     """1,797 grey digits of 8 x 8 pixels (enlarged when the model wants more)."""
     found = find_spec("sklearn")
     if found is None or found.origin is None:
-        raise UserError(
-            "the digits live in scikit-learn, which is not installed: pip install 'megabatch[demo]'"
-        )
+        raise UserError(NO_DIGITS)
     # The file itself: to import scikit-learn takes each worker longer than a whole epoch.
     file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     rows = torch.from_numpy(numpy.loadtxt(file, dtype=numpy.uint8, delimiter=","))

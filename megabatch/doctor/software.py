@@ -184,20 +184,26 @@ def check_library(library: Library) -> Finding:
 
 def check_torchvision(facts: Facts) -> Finding:
     """The trap: wheels made for another build of torch install well and fail at import."""
-    part, good, bad = "torchvision, timm", [], []
+    part, good, bad = "torchvision, timm", list[str](), list[str]()
+    lacking = list[str]()
     for name in ("torchvision", "timm"):
         try:
             version = ask(child.version_of, name, name)
         except Failed as error:
             bad.append(f"import {name} fails: {error}")
         else:
-            good += [f"{name} {version}"] if version else []
+            (good if version else lacking).append(f"{name} {version}" if version else name)
     index = f"cu{facts['cuda'].replace('.', '')}" if facts["cuda"] else "cpu"
-    remedy = f"from the index of this torch: pip install torchvision --index-url {WHEELS}/{index}"
+    fitting = f"pip install torchvision --index-url {WHEELS}/{index} (the index of this torch)"
+    remedy = ", then ".join(
+        (["pip install timm"] if lacking == ["timm"] else [fitting])
+        + (["pip install timm"] if len(lacking) == 2 else [])
+    )
     if bad:
         costs = "megabatch trains without them; scripts that import them fail"
         return Finding(part, "limited", "; ".join(bad), costs, remedy)
-    if not good:
-        costs = "nothing: megabatch trains without them"
-        return Finding(part, "missing", "not installed", costs, remedy)
+    if lacking:
+        names = " and ".join(f"--model {name}:NAME" for name in lacking)
+        found = ", ".join([*good, f"no {' and no '.join(lacking)}"])
+        return Finding(part, "missing", found, f"only {names}", remedy)
     return Finding(part, "works", ", ".join(good))

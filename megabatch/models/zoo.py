@@ -34,6 +34,14 @@ def is_foreign(name: str) -> bool:
     return bool(colon) and library in LIBRARIES
 
 
+def check_init(init: str) -> None:
+    """Refuse a file of first weights that is not there."""
+    if init not in ("", PRETRAINED) and not Path(init).is_file():
+        raise UserError(
+            f"there is no file {init}: --init takes a safetensors file, or a .pth of torch's"
+        )
+
+
 @functools.cache
 def names_in(library: str) -> tuple[str, ...]:
     """The names of a library's image classifiers."""

@@ -358,7 +358,7 @@ def update(path: str | os.PathLike[str], part: dict[str, Any]) -> None:
     A compute row replaces the one of the same model, micro-batch and number of workers.
     """
     file = Path(path)
-    said = json.loads(file.read_text()) if file.exists() else {"name": file.stem}
+    said = _written(file)
     merged = said | part | {"format": FORMAT, "date": time.strftime("%Y-%m-%d")}
     for key in ("links", "sending", "host", "sources"):
         merged[key] = said.get(key, {}) | part.get(key, {})
@@ -368,5 +368,26 @@ def update(path: str | os.PathLike[str], part: dict[str, Any]) -> None:
     }
     merged["compute"] = [rows[key] for key in sorted(rows)]
     from_json(json.dumps(merged))  # what cannot be read back is not written
-    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(merged, indent=2) + "\n")
+
+
+def check_updatable(path: str | os.PathLike[str]) -> None:
+    """Refuse, before anything is measured for it, a file that could not take another part."""
+    file = Path(path)
+    if file.is_dir() or not file.parent.is_dir():
+        raise UserError(f"{file} cannot be written: name a file in a folder that is there")
+    if file.exists():
+        _written(file)
+
+
+def _written(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {"name": file.stem}
+    try:
+        said: dict[str, Any] = _object(json.loads(file.read_text()), str(file))
+        from_json(json.dumps(said))
+    except (OSError, ValueError) as error:  # UserErrors too
+        raise UserError(
+            f"{file} is no machine's file, and would be lost: {error}; name another"
+        ) from None
+    return said

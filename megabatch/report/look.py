@@ -97,7 +97,7 @@ CSS = """
 --c0:#6ea0ff;--c1:#ff9752;--c2:#46cf9b;--c3:#f47cc0;--c4:#b197fc;--c5:#4cc9dd;--c6:#dcb550;--c7:#aab2bf;
 --compute:#5b7fd0;--input:#d98f37;--wire:#cf5f97;--blank:#242a33}}
 *{box-sizing:border-box}
-html{-webkit-text-size-adjust:100%;scroll-padding-top:3.4rem;scroll-behavior:smooth}
+html{-webkit-text-size-adjust:100%;scroll-padding-top:4.8rem;scroll-behavior:smooth}
 @media (prefers-reduced-motion:reduce){html{scroll-behavior:auto}}
 body{margin:0;background:var(--bg);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
@@ -108,12 +108,12 @@ h1{font-size:26px;line-height:1.2;letter-spacing:-.015em;margin:0 0 4px;overflow
 h2{font-size:18px;letter-spacing:-.01em;margin:0 0 4px}
 h3{font-size:14px;margin:20px 0 8px;display:flex;align-items:center;gap:8px;overflow-wrap:anywhere}
 p{margin:0 0 10px}.note,.soft{color:var(--soft)}.note{max-width:72ch}
-nav{position:sticky;top:0;z-index:5;display:flex;gap:4px 18px;overflow-x:auto;margin-top:14px;
-padding:10px 0;border-bottom:1px solid var(--line);background:var(--bg);white-space:nowrap}
+nav{position:sticky;top:0;z-index:5;display:flex;flex-wrap:wrap;gap:2px 16px;margin-top:14px;
+padding:9px 0;border-bottom:1px solid var(--line);background:var(--bg);white-space:nowrap}
 header{display:contents}header>*{max-width:1180px;margin-left:auto;margin-right:auto}
 header>:not(nav){padding-left:24px;padding-right:24px}header>h1{padding-top:28px}
 header>nav{padding-left:max(24px,calc((100vw - 1180px)/2 + 24px));padding-right:24px;max-width:none}
-nav a{color:var(--soft);text-decoration:none;font-size:14px}nav a:hover{color:var(--accent)}
+nav a{color:var(--soft);text-decoration:none;font-size:13.5px}nav a:hover{color:var(--accent)}
 section{padding:26px 0 6px}
 .cards{display:grid;
 grid-template-columns:repeat(auto-fill,minmax(230px,1fr));gap:14px;margin:14px 0}
@@ -183,6 +183,7 @@ table>tbody:first-child>tr:first-child>td{border-top:0}
 thead th{border-top:0;color:var(--soft);font-weight:600;font-size:12.5px;white-space:nowrap}
 td{overflow-wrap:anywhere;min-width:12em}.n{text-align:right;white-space:nowrap}
 td:first-child{min-width:9.5em}td.n{min-width:0}
+@media (min-width:761px){td:first-child{white-space:nowrap}}
 .after{margin-top:12px}
 code{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 code span{display:inline-block;max-width:100%;white-space:pre-wrap}
@@ -191,7 +192,7 @@ details{margin:12px 0}summary{cursor:pointer;color:var(--accent);font-size:14px}
 footer{color:var(--soft);font-size:13px;padding:24px 0 40px}
 [hidden]{display:none!important}
 @media (max-width:760px){header>:not(nav),main{padding-left:14px;padding-right:14px}
-header>nav{padding-left:14px;padding-right:14px}
+header>nav{padding-left:14px;padding-right:14px;flex-wrap:nowrap;overflow-x:auto}
 .charts{grid-template-columns:minmax(0,1fr)}h1{font-size:22px}
 .plot{height:170px}.card b{font-size:26px}th,td{padding:6px 10px}
 .heat .names{max-width:112px}figure{padding:10px 10px 8px}}

@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from megabatch.planner.run import Forecast
 from megabatch.report.numbers import duration
 
+_LEGEND = (
+    "*: the fastest of so many GPUs; +N: so many others are within 1 % of it; grid: rows x columns "
+    "of workers; MB: gradients that travel together; effic.: images/s a GPU, of those in one node"
+)
 SAME = 0.01
 WIDTH = 80
 
@@ -18,7 +22,7 @@ WIDTH = 80
 def text(found: list[Forecast], title: str, compared: str, said: list[str]) -> str:
     """Table, the best rows in full, advice, notes."""
     best = fastest(found)
-    lines = [title, "", *_table(found, best, compared), ""]
+    lines = [title, "", *_table(found, best, compared), "", *_wrapped(_LEGEND), ""]
     for forecast in best:
         lines += _wrapped(f"* {told(forecast)}")
     lines += [line for one in _idle_choice(found, compared) for line in _wrapped(one)]

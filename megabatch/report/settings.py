@@ -64,6 +64,8 @@ def flat(value: Any, name: str = "", depth: int = 0) -> dict[str, str]:
 
 def _words(value: Any) -> str:
     """A value of a config: words as they are, lists of records as a person would say them."""
+    if value is None:  # shown as a dash
+        return ""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):

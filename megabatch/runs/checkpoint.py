@@ -125,6 +125,8 @@ def of_run(run: Path, best: bool = False) -> Path:
     found = newest(run / (BEST if best else CHECKPOINTS))
     if found is None:
         hint = ": --keep-best keeps one in training" if best else " yet"
+        if (run / "trial.json").exists():
+            hint = ": a study leaves weights with --keep-checkpoints alone"
         raise UserError(f"{run} has no {'best' if best else 'good'} checkpoint{hint}")
     return found
 

@@ -29,6 +29,7 @@ from megabatch.noise import NoiseScale, following_batch
 from megabatch.runs import checkpoint
 from megabatch.runs.alive import mark
 from megabatch.runs.background import Background
+from megabatch.runs.begun import check_place
 from megabatch.runs.checkpoint import Saved, Snapshot
 from megabatch.runs.loggers import drop_after, environment
 from megabatch.sync.control import StepNumbers
@@ -179,13 +180,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take()
-            if written.exists() and not resume and not self._relaunched():
-                raise UserError(
-                    f"{self.path} holds a run already: add --resume to go on with it, "
-                    f"or name another --out"
-                )
-            if written.exists():
-                self._same_run(_written_config(written))
+            check_place(self.path, self._config, resume or self._relaunched())
             metrics = self.path / "metrics.jsonl"
             if metrics.exists() and not is_plain(metrics):
                 raise UserError(f"{metrics} is not a plain file: remove it")
@@ -232,14 +227,6 @@ class RunFolder:
                     f"name another --out"
                 )
             time.sleep(0.05)
-
-    def _same_run(self, before: Config) -> None:
-        difference = before.resume_difference(self._config)
-        if difference is not None:
-            raise UserError(
-                f"{self.path} was begun with {difference}: resume with the same settings, or name "
-                f"another --out"
-            )
 
     def save(
         self,
@@ -308,13 +295,6 @@ class RunFolder:
     @property
     def for_log(self) -> Path | None:
         return self.path if self._writes else None
-
-
-def _written_config(path: Path) -> Config:
-    try:
-        return Config.read(path)
-    except UserError as error:
-        raise UserError(f"{error}; remove it to go on with the settings given now") from None
 
 
 def _owner() -> dict[str, Any]:

@@ -99,10 +99,19 @@ class Record:
     @property
     def epoch(self) -> float:
         """How far it came (nan: unknown)."""
-        told = [self.steps["epoch"][-1]] if len(self.steps) else []
+        last = self.steps.last()
+        # A step tells the epoch that it began at, and the images seen when it was over.
+        told = [last["epoch"], last["seen"] / (self.images or math.nan)] if last else []
         told += [number(record.get("epoch")) for record in self.evaluations[-1:]]
         told += [number(self.summary.get("epochs"))] if not self.resumed else []
         return max((epoch for epoch in told if math.isfinite(epoch)), default=math.nan)
+
+    @property
+    def steps_done(self) -> float:
+        """How many steps it has taken (nan: unknown)."""
+        told = [self.steps["step"][-1] + 1] if len(self.steps) else []
+        told += [number(self.summary.get("steps"))] if not self.resumed else []
+        return max((steps for steps in told if math.isfinite(steps)), default=math.nan)
 
     def result(self, name: str) -> float:
         """A number of the last evaluation: top1, top5 or loss (nan: none yet)."""
@@ -244,12 +253,8 @@ def glance(path: str | os.PathLike[str]) -> Record:
 
 def glance_files(path: Path) -> Record:
     """A run's small files, and when it last wrote."""
-    if not path.is_dir():
-        raise UserError(f"there is no folder {path}: name the folder of a run")
     if not is_run(path):
-        raise UserError(
-            f"{path} is not the folder of a run: it has neither config.json nor metrics.jsonl"
-        )
+        raise UserError(f"{path} is not the folder of a run")
     record = Record(path)
     for name in ("config", "environment", "summary", "diagnosis"):
         file = path / f"{name}.json"

@@ -28,6 +28,7 @@ from megabatch.durable import read_plain
 from megabatch.ema import put_averages
 from megabatch.errors import UserError
 from megabatch.runs import checkpoint
+from megabatch.runs.begun import check_run
 
 _ODD = 7919
 """a number of classes that no other dimension of a net has"""
@@ -95,10 +96,8 @@ class _Files:
 
 def load(run: Path, best: bool = False) -> Trained:
     """The newest good checkpoint of a run, or the best that it kept."""
-    written = run / "config.json"
-    if not written.is_file():
-        raise UserError(f"{run} is not the folder of a run: it has no config.json")
-    config = Config.read(written)
+    check_run(run)
+    config = Config.read(run / "config.json")
     if config.model.startswith("own"):
         raise UserError(
             f"{run} was trained with a model of its caller's: load "

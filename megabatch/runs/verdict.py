@@ -289,6 +289,20 @@ def idle_workers(images: int, micro: int, world: int, or_else: str = "") -> str 
     )
 
 
+def few_steps(batches: Sequence[int], images: int, steps: int) -> str | None:
+    """A warning where a run has too few steps to learn much; `batches` are those of its stages."""
+    if steps >= _FEW_STEPS:
+        return None
+    largest = f", and a batch of {max(batches):,} is all of them" if max(batches) > images else ""
+    return (
+        f"warning: {steps} step{'s' * (steps != 1)} in all are few to learn in, for {images:,} "
+        f"training images{largest}: use a smaller --batch, or more --epochs"
+    )
+
+
+_FEW_STEPS = 40
+
+
 class Clock:
     """Collects the waits of an epoch, and how long a run has taken: `before` seconds already, when
     it is resumed, `trained` of them in training. `now` is a clock in seconds, for tests another

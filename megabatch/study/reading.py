@@ -61,7 +61,7 @@ def _noise(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
     forecast = study.forecast
     if not math.isfinite(forecast):
         return
-    words = f"The probe's noise scale, {forecast:,.0f} images, forecasts that scaling ends there"
+    words = f"The probe's noise scale, {forecast:,.0f} images, roughly forecasts where scaling ends"
     most = _largest_kept(study, larger) or base
     ended = [cell.batch for cell in larger if cell.batch > most.batch]
     if ended:

@@ -11,7 +11,7 @@ from megabatch.verbs.examples import show_examples
 
 # What a first-time user asks for, in a few words; --help-all has all of them in full.
 MOST_USED = {
-    "workers": "local workers (none: one a GPU, or four)",
+    "workers": "local; 2,4: by batch stage, the last for the rest",
     "out": "the run's folder",
     "resume": "go on from the newest checkpoint in --out",
     "epochs": "passes over the images; stretches the recipe",

@@ -46,7 +46,7 @@ class Chaos:
     workers: int = 3
     """local workers"""
     keep_runs: str | None = None
-    """leave the runs' folders here (None: nothing is left)"""
+    """leave the runs' folders here (none: nothing is left)"""
     json: bool = False
     """the last line on standard output is the result as one JSON object"""
 

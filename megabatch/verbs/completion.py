@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import NamedTuple
 
@@ -41,15 +41,18 @@ def run(arguments: list[str]) -> int:
 def _verb(name: str) -> Verb:
     """What can follow a verb: the flags of its own dataclass, and of its subjects their names."""
     module = import_module(f"megabatch.verbs.{name}")
-    kinds = [
-        kind
-        for word, kind in vars(module).items()
-        if word.endswith("Flags") and dataclasses.is_dataclass(kind)
-        if kind.__module__ == module.__name__
-    ]
-    flags = sorted({flag for kind in kinds for flag in flags_of(kind)} | {"--help"})
+    inner = getattr(module, "STARTED", ())  # verbs whose line it takes too
+    flags = sorted({flag for verb in (name, *inner) for flag in _flags(verb)} | {"--help"})
     firsts = list(recipes.RECIPES) if name in _WITH_RECIPE else _subjects(module)
     return Verb(name, flags, firsts)
+
+
+def _flags(name: str) -> Iterator[str]:
+    module = import_module(f"megabatch.verbs.{name}")
+    for word, kind in vars(module).items():
+        ours = getattr(kind, "__module__", None) == module.__name__
+        if word.endswith("Flags") and ours and dataclasses.is_dataclass(kind):
+            yield from flags_of(kind)
 
 
 def _subjects(module: types.ModuleType) -> list[str]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from megabatch.cluster import Cluster
+from megabatch.config import Config
+from megabatch.data.named import check_named
 from megabatch.errors import DONE
+from megabatch.runs.begun import check_run
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.workers import on_workers
 from megabatch.verbs.writing import say_result
@@ -20,7 +24,7 @@ class EvaluateFlags:
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """the folder of a run"""
     workers: int | None = None
-    """local workers (None: one a GPU, or one without a GPU; under a launcher: the launcher's)"""
+    """local workers (none: one a GPU, or one without a GPU; under a launcher: the launcher's)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute"""
     best: bool = False
@@ -31,6 +35,9 @@ class EvaluateFlags:
 
 def run(arguments: list[str]) -> int:
     flags = parse(EvaluateFlags, "evaluate", arguments)
+    folder = Path(flags.run)
+    check_run(folder)
+    check_named(Config.read(folder / "config.json").data)
     first, result = on_workers(flags.workers, flags.device, 1, evaluate_here, flags)
     if first:
         say_result(

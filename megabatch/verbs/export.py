@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megabatch.errors import DONE
+from megabatch.runs.begun import check_run
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.writing import check_out, say, write_whole
 
@@ -28,7 +29,7 @@ class ExportFlags:
     """safetensors: weights, with classes and scale in the head; torchvision: for its ResNets'
     load_state_dict; onnx: images of 0 to 1 in, logits out"""
     out: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """the file to write ('': RUN's name and the format's ending, here)"""
+    """the file to write (none: RUN's name and the format's ending, here)"""
     best: bool = False
     """take the best checkpoint, where the run kept it (train --keep-best), not the newest"""
     json: bool = False
@@ -38,6 +39,7 @@ class ExportFlags:
 def run(arguments: list[str]) -> int:
     flags = parse(ExportFlags, "export", arguments)
     folder, suffixes = Path(flags.run), SUFFIXES[flags.to]
+    check_run(folder)
     out = Path(flags.out or f"{folder.resolve().name}{suffixes[0]}")
     check_out(out, suffixes, f"a file for {flags.to}")
     from megabatch.runs.export import export

@@ -1,4 +1,5 @@
-"""megabatch launch --slurm|--hosts ... train RECIPE ...: the script that starts a run on a cluster.
+"""megabatch launch --slurm|--hosts ... train|study RECIPE ...: the script that starts a run or a
+study on a cluster.
 
 It only writes: a shell script that can be read, edited and submitted, with the run's line checked.
 """
@@ -15,11 +16,16 @@ from typing import Annotated
 
 import tyro
 
+from megabatch.config import Data
+from megabatch.data.named import check_fitting
 from megabatch.errors import DONE, UserError
+from megabatch.verbs import study, train
+from megabatch.verbs.examples import EXAMPLES
 from megabatch.verbs.parsing import parse
-from megabatch.verbs.train import read_flags
 from megabatch.verbs.writing import check_out, say, write_whole
 
+STARTED = ("train", "study")
+"""the verbs that a script may start"""
 _MOST = 100_000
 _GRACE_SECONDS = 120
 """before the time is up, to save in"""
@@ -27,7 +33,7 @@ _GRACE_SECONDS = 120
 
 @dataclass(frozen=True)
 class LaunchFlags:
-    """The rest of the line, from `train` on, is the run's: it is checked, not started."""
+    """The rest of the line, from `train` or `study` on, is checked, not started."""
 
     slurm: bool = False
     """a batch script for Slurm, which goes on after its time is up or a node is lost"""
@@ -48,15 +54,17 @@ class LaunchFlags:
     port: int = 29500
     """where the first host listens for the others, over ssh"""
     script: Annotated[str, tyro.conf.arg(metavar="FILE.sh")] = ""
-    """the file to write ('': standard output)"""
+    """the file to write (none: standard output)"""
 
 
 def run(arguments: list[str]) -> int:
-    at = arguments.index("train") if "train" in arguments else len(arguments)
+    at = next((at for at, word in enumerate(arguments) if word in STARTED), len(arguments))
     ours = [word for word in arguments[:at] if word != "--"]
-    flags = parse(LaunchFlags, "launch", ours)
+    if other := next((word for word in ours if word in EXAMPLES), None):
+        raise UserError(f"launch starts train or study, not {other}: type that one by itself")
+    flags = parse(LaunchFlags, "launch", ours, usage="train|study RECIPE ...")
     _check(flags)
-    line, name = _line(arguments[at + 1 :], flags.cpu)
+    line, name = _line(arguments[at:], flags.cpu)
     script = _for_slurm(flags, line, name) if flags.slurm else _over_ssh(flags, line)
     if not flags.script:
         print(script, end="")
@@ -71,17 +79,40 @@ def run(arguments: list[str]) -> int:
 
 
 def _line(words: list[str], cpu: bool) -> tuple[list[str], str]:
-    """The run's line, with a folder to go on in; its name."""
-    if not words or words[0].startswith("-"):
+    """The verb and its words, with a folder to go on in; the job's name."""
+    verb, subject = (*words, "", "")[:2]
+    if not subject or subject.startswith("-"):
         raise UserError("launch needs the run's line at its end: megabatch launch ... train RECIPE")
-    config, launch = read_flags(words[0], words[1:])
-    if launch.workers is not None:
-        raise UserError("launch --workers N comes before train: the launcher starts the workers")
-    if launch.out is None:
-        words = [*words, "--out", f"runs/{config.name}"]
-    if cpu and launch.device == "auto":
+    flags: study.Sweep | train.Launch
+    if verb == "study":
+        plan, flags = study.read_flags(subject, words[2:])
+        config = next(iter(plan.configs.values()))
+        out, resume = f"runs/study-{config.name}", []  # it goes on by itself
+    else:
+        config, launch = train.read_flags(subject, words[2:])
+        flags = launch
+        out, resume = f"runs/{config.name}", [] if launch.resume else ["--resume"]
+    if flags.workers is not None:
+        raise UserError(f"launch --workers N comes before {verb}: the launcher starts the workers")
+    _check_images(config.data)
+    if flags.out is None:
+        words = [*words, "--out", out]
+    if cpu and flags.device == "auto":
         words = [*words, "--device", "cpu"]
-    return words if launch.resume else [*words, "--resume"], config.name
+    return [*words, *resume], Path(out).name
+
+
+def _check_images(data: Data) -> None:
+    """Images named from this folder must be in it, since the workers begin here; what has a whole
+    path may lie on the nodes alone."""
+    check_fitting(data)
+    if data.path and not Path(data.path).exists():
+        if not Path(data.path).is_absolute():
+            raise UserError(
+                f"there is no {data.path} here, where the workers will look for it: make it with "
+                f"megabatch pack, or give its whole path"
+            )
+        say(f"megabatch: {data.path} is not here: the nodes must have it", progress=True)
 
 
 def _check(flags: LaunchFlags) -> None:
@@ -158,7 +189,7 @@ def _over_ssh(flags: LaunchFlags, line: list[str]) -> str:
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     torchrun += ["--nnodes", str(len(hosts)), "--nproc-per-node", str(flags.workers)]
     torchrun += ["--master-addr", first, "--master-port", str(flags.port)]
-    work = ["-m", "megabatch.cli", "train", *line]
+    work = ["-m", "megabatch.cli", *line]
     starts = "\n".join(f"start {rank} {host}" for rank, host in enumerate(hosts))
     return f"""#!/bin/sh
 # torchrun on {len(hosts)} hosts over ssh, {flags.workers} workers each: run it with sh, edit it.
@@ -213,7 +244,7 @@ exit "$status"
 
 
 def _megabatch(line: list[str]) -> list[str]:
-    return [sys.executable, "-m", "megabatch.cli", "train", *line]
+    return [sys.executable, "-m", "megabatch.cli", *line]
 
 
 def _shell(words: list[str], indent: int) -> str:

@@ -35,7 +35,7 @@ class PackFlags:
     raw: bool = False
     """keep pixels, not JPEG: the middle square of --size, or images that are all of one size"""
     val_share: float | None = None
-    """share of the images held out, by hash, where the source has no val part (None: 0.1)"""
+    """share of the images held out, by hash, where the source has no val part (none: 0.1)"""
     skip_bad: int = 0
     """so many unreadable images may be left out; with more there is no pack"""
     threads: int = 0

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import io
+import itertools
 import re
 import textwrap
 import typing
@@ -29,36 +30,52 @@ _WIDE = 80
 
 
 def parse(
-    kind: type[Flags], words: str, arguments: list[str], default: Flags | None = None
+    kind: type[Flags],
+    words: str,
+    arguments: list[str],
+    default: Flags | None = None,
+    usage: str = "",
 ) -> Flags:
     """The flags of `megabatch WORDS ...` as an instance of a dataclass; help begins with an
-    example."""
+    example. `usage`: what follows the flags on the line, where they are not all of it."""
     if "-h" in arguments or "--help" in arguments:
         show_examples(words.split()[0])
-        with _fitted():
+        with _fitted(usage):
             tyro.cli(kind, prog=f"megabatch {words}", args=["--help"], **_how(default))
-    with mistakes.on_parse_error(functools.partial(_refuse, kind)):
+    with mistakes.on_parse_error(functools.partial(_refuse, kind, arguments)):
         flags: Flags = tyro.cli(kind, prog=f"megabatch {words}", args=arguments, **_how(default))
         return flags
 
 
 @contextlib.contextmanager
-def _fitted() -> Iterator[None]:
-    """What is printed inside, its long lines broken: tyro breaks those in its boxes alone."""
+def _fitted(usage: str) -> Iterator[None]:
+    """What is printed inside in plain words, its long lines broken: tyro breaks those in its boxes
+    alone."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
             yield
     finally:
-        for line in said.getvalue().splitlines():
-            if len(line) > _WIDE and line.startswith("usage:"):
-                line = re.sub(r" \[--.*\]", " [OPTIONS]", line)
+        for line in _plain(said.getvalue()).splitlines():
+            if line.startswith("usage:"):
+                line = re.sub(r" \[--.*\]", " [OPTIONS]", line) if len(line) > _WIDE else line
+                line = f"{line} {usage}".rstrip()
             print(textwrap.fill(line, _WIDE) if len(line) > _WIDE else line)
+
+
+def _plain(words: str) -> str:
+    """tyro's help without Python: no default where there is none, no None, yes and no."""
+    empty = r"\(default:\s+(?:''|None)?\)"
+    words = re.sub(rf"\n +{empty} *(?=\n)", "", words)
+    words = re.sub(rf" ?{empty}", "", words)
+    for value, word in (("True", "yes"), ("False", "no")):
+        words = re.sub(rf"\(default:(\s+){value}\)", rf"(default:\1{word})", words)
+    return re.sub(r"(\{None\}\|)(\{[^}\n]*\}|\S+)", lambda m: m[2] + " " * len(m[1]), words)
 
 
 def parse_some(kind: type[Flags], words: str, arguments: list[str]) -> Flags:
     """Those of the flags that a dataclass has; the others are somebody else's to read."""
-    with mistakes.on_parse_error(functools.partial(_refuse, kind)):
+    with mistakes.on_parse_error(functools.partial(_refuse, kind, arguments)):
         found: tuple[Flags, list[str]] = tyro.cli(
             kind,
             prog=f"megabatch {words}",
@@ -76,8 +93,13 @@ def _how(default: Any) -> dict[str, Any]:
     return {"default": tyro.MISSING_NONPROP if default is None else default, "registry": registry}
 
 
-def flags_of(kind: Any, prefix: str = "") -> Iterator[str]:
+def flags_of(kind: Any) -> Iterator[str]:
     """The flags that a dataclass becomes; both of a boolean's."""
+    return (flag for flag, _ in _flags(kind))
+
+
+def _flags(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each flag with its type."""
     hints = typing.get_type_hints(kind, include_extras=True)
     for one in dataclasses.fields(kind):
         hint, about = hints[one.name], None
@@ -86,40 +108,87 @@ def flags_of(kind: Any, prefix: str = "") -> Iterator[str]:
         if dataclasses.is_dataclass(hint):
             # A section named "" has flags without a prefix.
             unnamed = getattr(about, "name", None) == ""
-            yield from flags_of(hint, prefix if unnamed else f"{prefix}{one.name}.")
+            yield from _flags(hint, prefix if unnamed else f"{prefix}{one.name}.")
         elif about is not tyro.conf.Positional:
             name = one.name.replace("_", "-")
-            yield f"--{prefix}{name}"
+            yield f"--{prefix}{name}", hint
             if hint is bool:
-                yield f"--{prefix}no-{name}"
+                yield f"--{prefix}no-{name}", hint
 
 
-def _refuse(kind: type, mistake: mistakes.ParseErrorEvent) -> NoReturn:
+# --- what was typed wrong ----------------------------------------------------------------------
+
+
+def _refuse(kind: type, typed: list[str], mistake: mistakes.ParseErrorEvent) -> NoReturn:
     """What tyro found wrong, as one sentence."""
     listed = f"{mistake.prog} --help lists what there is"
     match mistake:
         case mistakes.UnrecognizedArgs(tokens=tokens):
-            word = next((token for token in tokens if token.startswith("-")), tokens[0])
+            word = next((token for token in tokens if token.startswith("-")), None)
+            if word is None and (said := _too_many(kind, typed, tokens[0])) is not None:
+                raise UserError(said)
+            word = word or tokens[0]
             close = difflib.get_close_matches(word.partition("=")[0], flags_of(kind), n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise UserError(f"{word} is no flag of {mistake.prog}: {hint}{listed}")
         case mistakes.InvalidChoice(argument=argument, value=value, choices=choices):
-            raise UserError(f"{argument.display_name()} is {value!r}: {nearest(value, choices)}")
-        case mistakes.BadValue(argument=argument):
-            raise UserError(f"{_usage(argument)}: its value is missing; {listed}")
+            raise UserError(f"{argument.display_name()} is {value}: {nearest(value, choices)}")
         case mistakes.MissingArgs(missing_arguments=missing):
             words = ", ".join(one.arg.display_name().upper() for one in missing)
             raise UserError(f"{mistake.prog} needs {words}: {listed}")
         case mistakes.InstantiationFailure(argument=None, message=message):
             raise UserError(message)  # a dataclass that refuses what it is given
-        case mistakes.InstantiationFailure(argument=argument):
-            raise UserError(f"{_usage(argument)}: what was given is not that; {listed}")
+        case mistakes.InstantiationFailure() | mistakes.BadValue():
+            wrong: Any = mistake.argument
+            given = textwrap.shorten(" ".join(_values(wrong.display_name(), typed)), 60)
+            said = f"{wrong.display_name()} {f'is {given}' if given else 'stands alone'}"
+            raise UserError(f"{said}: it takes {_in_words(wrong.lowered.metavar)}")
     raise UserError(f"{mistake.prog} does not understand its flags: {listed}")
 
 
-def _usage(argument: Any) -> str:
-    metavar = argument.lowered.metavar.removeprefix("{None}|")
-    return f"{argument.display_name()} takes {metavar}"
+def _too_many(kind: type, typed: list[str], word: str) -> str | None:
+    """The way out for a value too many, where it is clear whose it is."""
+    joined = next((one for one in typed if one.endswith(f"={word}")), None)
+    before = typed[: typed.index(word)] if word in typed else [joined or ""]
+    flag = next((one for one in reversed(before) if one.startswith("--")), "").partition("=")[0]
+    flag = flag.replace("_", "-")
+    hint = dict(_flags(kind)).get(flag)
+    if hint is None:
+        return None
+    if hint is bool:
+        return f"{flag} takes no value: leave {word} away"
+    values = [one for one in (*_values(flag, before), word) if one]
+    if hint in (str, str | None) and all(re.fullmatch(r"[\d.,]+", one) for one in values):
+        numbers = ",".join(one.strip(",") for one in values)
+        return f"{flag} takes one word, its numbers with commas between: {flag} {numbers}"
+    return f"{flag} takes one value: leave {word} away"
+
+
+def _values(flag: str, typed: list[str]) -> list[str]:
+    """The words that stand behind a flag."""
+    for at, word in enumerate(typed):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            after = itertools.takewhile(lambda one: not one.startswith("--"), typed[at + 1 :])
+            return [value] if equals else [*after]
+    return []
+
+
+_KINDS = {"INT": "whole number", "FLOAT": "number", "STR": "word"}
+
+
+def _in_words(metavar: str) -> str:
+    """What a flag takes, as a person would say it."""
+    wanted = metavar.removeprefix("{None}|")
+    or_none = ", or None" if wanted != metavar else ""
+    wanted = wanted.strip("{}")
+    if again := re.fullmatch(r"\[(.+) \[\1 \.\.\.\]\]", wanted):
+        one = _KINDS.get(again[1])
+        return f"{f'{one}s' if one else f'{again[1]}, as many as you like'}, with spaces between"
+    words = wanted.split()
+    if len(words) > 1 and len({*words}) == 1 and words[0] in _KINDS:
+        return f"{len(words)} {_KINDS[words[0]]}s with spaces between{or_none}"
+    return (f"a {_KINDS[wanted]}" if wanted in _KINDS else wanted) + or_none
 
 
 def _stage_rule(info: Any) -> Any:
@@ -135,14 +204,10 @@ def _stage_rule(info: Any) -> Any:
                 return Stage(float(epoch), int(batch), float(momentum))
         raise ValueError("a stage is EPOCH:BATCH or EPOCH:BATCH:MOMENTUM")
 
-    def write(stage: Stage) -> list[str]:
-        momentum = "" if stage.momentum is None else f":{stage.momentum:g}"
-        return [f"{stage.epoch:g}:{stage.batch}{momentum}"]
-
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="EPOCH:BATCH[:MOMENTUM]",
         instance_from_str=read,
         is_instance=lambda value: isinstance(value, Stage),
-        str_from_instance=write,
+        str_from_instance=lambda stage: [str(stage)],
     )

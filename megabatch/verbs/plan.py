@@ -42,15 +42,15 @@ class PlanFlags:
     gpus: str = "8,64,512"
     """numbers of GPUs, with commas between them"""
     plan: Annotated[str | None, _optional("NAME")] = None
-    """only this all-reduce (None: all are tried)"""
+    """only this all-reduce (none: all are tried)"""
     grid: Annotated[tuple[int, int] | None, _optional("Y X")] = None
     """only this grid, rows and columns"""
     bucket_mb: Annotated[float | None, _optional("MB")] = None
     """only this bucket size, in megabytes of fp32 gradients"""
     wire: Annotated[str | None, _optional("NAME")] = None
-    """gradients travel as fp32 or fp16 (None: as the recipe says)"""
+    """gradients travel as fp32 or fp16 (none: as the recipe says)"""
     micro: Annotated[int | None, _optional("N")] = None
-    """at most so many images in one pass (None: as many as fit)"""
+    """at most so many images in one pass (none: as many as fit)"""
     compare: Comparison = "plans"
     """what the rows of the table are"""
     target_seconds: Annotated[float | None, _optional("S")] = None
@@ -62,9 +62,9 @@ class PlanFlags:
     workload: Annotated[str | None, _optional("NAME")] = None
     """another model: vgg16, vit_b_16, ... or the JSON that megabatch bench step --export writes"""
     price: Annotated[float | None, _optional("USD")] = None
-    """dollars for a GPU and an hour (None: as the machine says)"""
+    """dollars for a GPU and an hour (none: as the machine says)"""
     watts: Annotated[float | None, _optional("W")] = None
-    """of a GPU with its share of the node (None: as the machine says)"""
+    """of a GPU with its share of the node (none: as the machine says)"""
     html: Annotated[str | None, _optional("FILE")] = None
     """write timelines and scaling curves to this page"""
     json: bool = False

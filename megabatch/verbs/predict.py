@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from megabatch.errors import DONE, FAILED, UserError
+from megabatch.runs.begun import check_run
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.writing import say
 
@@ -43,6 +44,7 @@ def run(arguments: list[str]) -> int:
     for name in flags.images:
         if not Path(name).is_file():
             raise UserError(f"there is no image file {name}: name image files")
+    check_run(Path(flags.run))
     from megabatch.runs.trained import load
 
     trained = load(Path(flags.run), flags.best)

@@ -38,9 +38,12 @@ def run(arguments: list[str]) -> int:
     if len(flags.runs) == 1 and is_study(Path(flags.runs[0])):
         return _study(Path(flags.runs[0]), out, flags.json)
     from megabatch.report.run import report
+    from megabatch.runs.begun import check_run
     from megabatch.runs.record import read
 
     folders = {Path(folder).resolve(): folder for folder in reversed(flags.runs)}
+    for folder in flags.runs:
+        check_run(Path(folder))
     records = [read(folder) for folder in reversed(folders.values())]
     # Names of files may hold what is no Unicode.
     written = report(records).encode(errors="replace")

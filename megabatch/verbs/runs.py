@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ def describe(record: Any, now: float) -> dict[str, Any]:
         "top1": known(record.result("top1")),
         "epoch": known(record.epoch),
         "epochs": known(number(record.config.get("epochs"))),
+        "steps": known(record.steps_done),
         "batch": known(number(record.config.get("batch"))),
         "seconds": known(seconds_of(record)),
         "images_per_second": known(images_per_second(record)),
@@ -91,33 +93,40 @@ def describe(record: Any, now: float) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    from rich import box
+    """A line a run; at a terminal without the columns that it has no room for. Names stay whole."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
+    from megabatch.report.columns import fitted
+
+    console = Console(soft_wrap=True, highlight=False)
+    wide = console.width if console.is_terminal else sys.maxsize
+    spare, left = ("images/s", "recipe", "batch", "steps"), ("run", "recipe", "state")
+    heads, *body = fitted([_cells(row) for row in rows], spare, left, wide)
+    state = [head.strip() for head in heads].index("state")
+    console.print("  ".join(heads))
+    for cells in body:
+        words = [Text(cell) for cell in cells]
+        words[state].stylize(_STYLES.get(cells[state].strip(), "yellow"))
+        console.print(Text("  ").join(words))
+
+
+_STYLES = {"finished": "green", "target": "green", "running": "cyan", "failed": "red"}
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
     from megabatch.report.numbers import UNKNOWN, count, duration, percent
 
-    styles = {"finished": "green", "target": "green", "running": "cyan", "failed": "red"}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("run", overflow="fold")
-    for head in ("recipe", "state"):
-        table.add_column(head, no_wrap=True)
-    for head in ("top-1", "epochs", "batch", "time", "images/s"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in rows:
-        far, whole = (math.nan if row[n] is None else row[n] for n in ("epoch", "epochs"))
-        numbers = {n: math.nan if row[n] is None else row[n] for n in row if n != "faults"}
-        table.add_row(
-            Text(printable(row["run"])),
-            Text(printable(row["recipe"])),
-            Text(printable(row["state"]), styles.get(row["state"], "yellow")),
-            percent(numbers["top1"]),
-            f"{far:.3g}/{whole:.3g}" if math.isfinite(far + whole) else UNKNOWN,
-            count(numbers["batch"]),
-            duration(numbers["seconds"]),
-            count(numbers["images_per_second"]),
-        )
-    console = Console()
-    # In a pipe every row is one line, however long its name.
-    console.print(table) if console.is_terminal else Console(width=400).print(table)
+    numbers = {n: math.nan if row[n] is None else row[n] for n in row if n != "faults"}
+    far, whole = numbers["epoch"], numbers["epochs"]
+    return {
+        "run": printable(row["run"]),
+        "recipe": printable(row["recipe"]),
+        "state": printable(row["state"]),
+        "top-1": percent(numbers["top1"]),
+        "epochs": f"{far:.3g}/{whole:.3g}" if math.isfinite(far + whole) else UNKNOWN,
+        "steps": count(numbers["steps"]),
+        "batch": count(numbers["batch"]),
+        "time": duration(numbers["seconds"]),
+        "images/s": count(numbers["images_per_second"]),
+    }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megabatch import recipes
-from megabatch.config import Config
+from megabatch.config import Config, Data
 from megabatch.errors import UserError
 from megabatch.verbs.parsing import parse_some
 
@@ -46,7 +46,11 @@ def sized(name: str, words: str, arguments: list[str], batch: int | None = None)
         )
     batch = size.batch if batch is None else batch
     images = _images_in(size.data.path) if follows else None
-    return recipes.named(name, size.epochs, batch, images, size.keep_epochs)
+    config = recipes.named(name, size.epochs, batch, images, size.keep_epochs)
+    if size.data.path and not config.data.path:
+        # The recipe's share is for its own few images; any others have what packing has.
+        config = replace(config, data=replace(config.data, val_share=Data.val_share))
+    return config
 
 
 def doubts(name: str, config: Config) -> Iterator[str]:

@@ -22,11 +22,15 @@ from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest
 from megabatch.recipes.by_batch import fitted
 from megabatch.study.arms import ARMS
 from megabatch.study.trials import RECIPE, Plan
+from megabatch.verbs.before import check_beginnings, check_workers_here
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.sizing import doubts, recipe_named, sized
-from megabatch.verbs.workers import keeping_stop_requests, on_workers
+from megabatch.verbs.workers import how_many, keeping_stop_requests, on_workers, started_here
 from megabatch.verbs.writing import say, say_result, write_whole
+
+_WITHOUT_GPU = 2
+"""workers of a machine that has none"""
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,9 @@ class Sweep:
     probe: bool = False
     """first a short run whose gradient noise scale forecasts where scaling ends"""
     out: str | None = None
-    """the study's folder (None: runs/study-NAME); run again, it grows and nothing is run twice"""
+    """the study's folder (none: runs/study-NAME); run again, it grows and nothing is run twice"""
     workers: int | None = None
-    """local workers (None: one a GPU, or two without a GPU)"""
+    """local workers (none: one a GPU, or two without a GPU)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the workers compute"""
     keep_epochs: bool = False
@@ -77,7 +81,6 @@ class StudyFlags:
 class Given:
     """What is looked at before the recipe is known."""
 
-    batch: int | None = None
     micro: int | None = None
     save_every: float | None = None
 
@@ -100,12 +103,15 @@ def _run(arguments: list[str]) -> int:
     out = flags.out or f"runs/study-{name}"
     if (Path(out) / "config.json").exists():
         raise UserError(f"{out} is the folder of a run: name another --out for the study")
-    call = (plan, out, flags)
+    if started_here(flags.workers):
+        config = next(iter(plan.configs.values()))
+        count = how_many(flags.workers, flags.device, _WITHOUT_GPU)
+        check_workers_here(config, (count,), flags.device)
+        check_beginnings(config)
+    how, call = (flags.workers, flags.device, _WITHOUT_GPU), (plan, out, flags)
     patience = min(config.patience or math.inf for config in plan.configs.values())
     losses = Losses(flags.max_restarts, silent_seconds=patience)
-    first, ended = on_workers(
-        flags.workers, flags.device, 2, study_here, *call, stops=True, losses=losses
-    )
+    first, ended = on_workers(*how, study_here, *call, stops=True, losses=losses)
     if not first:
         return STOPPED if ended == "stopped" else DONE
     return _tell(Path(out), ended, flags)
@@ -138,14 +144,29 @@ def study_here(plan: Plan, out: str, flags: Sweep) -> tuple[bool, str]:
 # --- what is asked for -------------------------------------------------------------------------
 
 
+# Flags of train that would be ignored, or would make runs that cannot be compared.
+_FIXED = "a study compares fixed batches: leave {} away, or take the arm {}"
+_NOT_HERE = {
+    "--batch": "a study has several batches: give --batches 256,1024, say",
+    "--stages": _FIXED.format("--stages", "grow, or one of your own, NAME='--stages 8:512'"),
+    "--noise.follow": _FIXED.format("--noise.follow", "follow_noise"),
+    "--keep": "a study has no use for --keep: --keep-checkpoints keeps the weights of its runs",
+    "--keep-best": "a study compares last accuracies: leave --keep-best away; --keep-checkpoints "
+    "keeps the last weights",
+    "--resume": "a study goes on by itself: give the same command again, without --resume",
+    "--grid": "a study's workers stand in a row a host: leave --grid away",
+}
+
+
 def read_flags(name: str, arguments: list[str]) -> tuple[Plan, Sweep]:
     """The runs that `megabatch study NAME ...` asks for."""
     words = f"study {name}"
+    for word in arguments:
+        if (flag := word.partition("=")[0].replace("_", "-")) in _NOT_HERE:
+            raise UserError(_NOT_HERE[flag])
     given = parse_some(Given, words, arguments)
-    if given.batch is not None:
-        raise UserError("a study has several batches: give --batches 256,1024, say")
-    first = sized(name, words, arguments)
-    flags = parse(StudyFlags, words, arguments, StudyFlags(Sweep(), first)).sweep
+    default = StudyFlags(Sweep(), sized(name, words, arguments))
+    flags = parse(StudyFlags, words, arguments, default, usage="--batches N,N,N").sweep
     batches = _batches(flags.batches, "batches")
     if not batches:
         raise UserError("study needs batches: --batches 256,1024,4096, say")
@@ -249,13 +270,14 @@ def _rates(words: str) -> list[float]:
 def _tell(out: Path, ended: str, flags: Sweep) -> int:
     from megabatch.report.figure import error_figure
     from megabatch.report.study import study_page
-    from megabatch.report.study_rows import show
+    from megabatch.report.study_rows import told
     from megabatch.study.reading import reading
     from megabatch.study.results import read
 
     study = read(out)
     rows = list(study.rows())
-    show(rows)
+    for line in told(rows):
+        say(line)
     page, said = out / "report.html", reading(study)
     write_whole(page, study_page(study).encode(errors="replace"))
     recipe = next((r.run.config.get("name") for c in study.cells for r in c.runs), None)

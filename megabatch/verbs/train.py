@@ -19,12 +19,23 @@ from megabatch.config import Config
 from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
 from megabatch.errors import DONE, STOPPED, UserError
+from megabatch.verbs.before import check_beginnings, check_folder, check_workers_here
 from megabatch.verbs.brief import show_brief
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.sizing import doubts, recipe_named, sized
-from megabatch.verbs.workers import MOST_WORKERS, check_workers, keeping_stop_requests, on_workers
+from megabatch.verbs.workers import (
+    MOST_WORKERS,
+    check_workers,
+    how_many,
+    keeping_stop_requests,
+    on_workers,
+    started_here,
+)
 from megabatch.verbs.writing import say, say_result
+
+_WITHOUT_GPU = 4
+"""workers of a machine that has none"""
 
 
 @dataclass(frozen=True)
@@ -32,14 +43,14 @@ class Launch:
     """How a run is started; what shapes its result is the config's."""
 
     workers: str | None = None
-    """local workers, a number or one a batch stage: 2,4 (None: one a GPU, or four without a GPU;
-    under a launcher: the launcher's)"""
+    """local workers, a number or one a batch stage: 2,4, the last for all later stages (none: one a
+    GPU, or four without a GPU; under a launcher: the launcher's)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the workers compute"""
     grid: tuple[int, int] | None = None
-    """rows and columns of workers for plans on a grid (None: a row a host)"""
+    """rows and columns of workers for plans on a grid (none: a row a host)"""
     out: str | None = None
-    """the run's folder (None: runs/NAME-DATE)"""
+    """the run's folder (none: runs/NAME-DATE)"""
     resume: bool = False
     """go on from the newest checkpoint in --out; from the beginning if there is none yet"""
     keep_epochs: bool = False
@@ -47,7 +58,7 @@ class Launch:
     max_restarts: int = 3
     """losses of local workers (killed, stopped) that the run survives: new ones take their place"""
     min_workers: int | None = None
-    """go on with this many when no more are replaced (None: end)"""
+    """go on with this many when no more are replaced (none: end)"""
     log_mlperf: bool = False
     """also write the run's mlperf.log, which MLPerf's checker reads (open division)"""
     json: bool = False
@@ -90,10 +101,15 @@ def _run(arguments: list[str]) -> int:
     out = launch.out or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     call = (config, launch.device, launch.grid, out, launch.resume, launch.log_mlperf)
     workers = _workers_of(launch, config)
+    if started_here(launch.workers):
+        counts = workers or (how_many(None, launch.device, _WITHOUT_GPU),)
+        check_workers_here(config, counts, launch.device, launch.grid)
+        check_beginnings(config)
+        check_folder(config, Path(out), launch.resume)
     first, summary = on_workers(
         workers[0] if workers else None,
         launch.device,
-        4,
+        _WITHOUT_GPU,
         train_here,
         *call,
         stops=True,

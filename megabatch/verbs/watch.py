@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest, printable
+from megabatch.errors import DONE, FAILED, STOPPED, UserError, printable
 from megabatch.report.numbers import count, duration, percent, short
+from megabatch.runs.begun import check_run, runs_in
 from megabatch.runs.record import Record, Tail, glance_files, is_run, number, recent_speed
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.writing import say
@@ -86,8 +87,8 @@ class Watched:
             return "begun; no step yet"
         of = count(number(self.record.config.get("epochs")), 2)
         words = [
-            f"step {count(last['step'])}" if not brief else "",
-            f"epoch {last['epoch']:.2f}/{of}",
+            f"step {count(self.record.steps_done)}" if not brief else "",
+            f"epoch {count(self.record.epoch, 2)}/{of}",
             f"{count(recent_speed(self.record))} images/s",
             f"loss {short(last['loss'])}",
             f"rate {short(last['lr'])}" if not brief else "",
@@ -100,8 +101,8 @@ class Watched:
     def result(self) -> dict[str, Any]:
         record, last = self.record, self.record.steps.last()
         numbers = {name: record.result(name) for name in ("top1", "top5", "loss")}
-        numbers |= {"epoch": record.epoch, "images_per_second": recent_speed(record)}
-        numbers |= {name: last.get(name, math.nan) for name in ("step", "seen")}
+        numbers |= {"epoch": record.epoch, "steps": record.steps_done}
+        numbers |= {"seen": last.get("seen", math.nan), "images_per_second": recent_speed(record)}
         return {
             "run": str(self.path),
             "state": self.state,
@@ -181,11 +182,8 @@ def run(arguments: list[str]) -> int:
     if not flags.every > 0 or not flags.patience > 0:
         raise UserError("--every and --patience are seconds, more than 0")
     path = Path(flags.run)
-    if not is_run(path) and (path.is_file() or not flags.wait):
-        beside = path.parent.iterdir() if path.parent.is_dir() else ()
-        runs = sorted(str(other) for other in beside if is_run(other))
-        hint = f" ({nearest(flags.run, runs)})" if runs else ""
-        raise UserError(f"{path} is not the folder of a run{hint}; --wait waits until it is")
+    if not flags.wait or path.is_file() or runs_in(path):
+        check_run(path, "; --wait waits until it is")
     watched = Watched(path, flags.patience)
     show: Lines | Bar = Bar() if sys.stderr.isatty() else Lines(flags.every)
     try:

@@ -43,18 +43,29 @@ def on_workers(
     """
     place = place_by(os.environ)
     # In a shell that a launcher gave (srun --pty bash) one task is there to start others.
-    if under_launcher() and (asked is None or place.world > 1):
+    if not started_here(asked):
         if asked is not None:
             raise UserError("--workers starts local workers, but a launcher has started these")
         if place.rank == 0:
             say(f"joining {_workers(place.world)}", progress=True)
         return function(*arguments)
-    workers = gpus(device) or without_gpu if asked is None else asked
-    check_workers(workers)
+    workers = how_many(asked, device, without_gpu)
     say(f"starting {_workers(workers)}: torch is loaded first", progress=True)
     if workers == 1 and not by_stage:
         return function(*arguments)
     return run_local(workers, function, *arguments, stops=stops, losses=losses, by_stage=by_stage)
+
+
+def how_many(asked: int | None, device: str, without_gpu: int) -> int:
+    """Local workers: as asked, or one a GPU, or `without_gpu` where there is none."""
+    workers = gpus(device) or without_gpu if asked is None else asked
+    check_workers(workers)
+    return workers
+
+
+def started_here(asked: object) -> bool:
+    """Whether workers are started by this process, and not by a launcher."""
+    return not under_launcher() or (asked is not None and place_by(os.environ).world == 1)
 
 
 def check_workers(workers: int) -> None:

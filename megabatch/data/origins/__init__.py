@@ -61,12 +61,17 @@ def kinds() -> tuple[Any, ...]:
 
 def open_origin(path: Path) -> Origin:
     """The data set at a path, of whatever kind it is."""
+    opened: Origin = kind_at(path).open_at(path)
+    return opened
+
+
+def kind_at(path: Path) -> Any:
+    """Which of the kinds lies at a path."""
     if not path.exists():
         raise UserError(f"there is no {path}: name a folder or an archive of images")
     for kind in kinds():
         if kind.found_at(path):
-            opened: Origin = kind.open_at(path)
-            return opened
+            return kind
     raise UserError(
         f"{path} is nothing that can be packed: give a folder of class folders (or train and val "
         f"with class folders), Tiny ImageNet, ILSVRC2012's tar files, parquet, CIFAR or idx files"

@@ -1,0 +1,59 @@
+"""What can be refused before a worker is started, in the time of a keystroke and without torch: the
+images, the first weights, the devices, the grid, the measured plans, the folder.
+
+Workers look again at what they open; under a launcher they alone do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megabatch.cluster import Place, grid_of
+from megabatch.config import Config
+from megabatch.data.named import check_named
+from megabatch.errors import UserError
+from megabatch.models.zoo import check_init
+from megabatch.runs.begun import check_place
+from megabatch.study.trials import is_study
+from megabatch.sync.choice import measured
+from megabatch.verbs.workers import gpus
+
+
+def check_beginnings(config: Config) -> None:
+    """What a run begins from: its images and its first weights."""
+    check_named(config.data)
+    check_init(config.init)
+
+
+def check_folder(config: Config, out: Path, resume: bool) -> None:
+    """Where a run begins, or goes on."""
+    if is_study(out):
+        raise UserError(f"{out} is the folder of a study: name another --out for a run")
+    check_place(out, config, resume)
+
+
+def check_workers_here(
+    config: Config, workers: Sequence[int], device: str, grid: tuple[int, int] | None = None
+) -> None:
+    """So many local workers, one number a batch stage, on this machine's devices."""
+    there = gpus(device)
+    if device == "cuda" and there == 0 and not _may_have_gpus():
+        raise UserError("device cuda was asked for but there is no GPU: use --device cpu")
+    for count in workers:
+        on_gpus = device == "cuda" or (device == "auto" and there > 0)
+        if on_gpus and 0 < there < count and "NCCL_HOSTID" not in os.environ:
+            raise UserError(
+                f"{count} workers want a GPU each but there {'is' if there == 1 else 'are'} "
+                f"{there}: start {there} (--workers {there}), or use --device cpu"
+            )
+        shape = grid_of(Place(0, count, 0, count), grid)
+        if config.plan == "auto" and count > 1 and not config.deterministic:
+            measured("machine.json", shape)
+
+
+def _may_have_gpus() -> bool:
+    """Whether torch may see GPUs that /dev does not name as NVIDIA's driver for Linux does."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and any(Path("/dev", name).exists() for name in ("dxg", "kfd"))

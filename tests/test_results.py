@@ -1,0 +1,54 @@
+"""Numbers in the README and the docs are those of the files that they are said to come from."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import megabatch as mb
+
+ROOT = Path(mb.__file__).parent.parent
+
+
+def result(name):
+    return json.loads((ROOT / "results" / name).read_text())
+
+
+def page(name):
+    return (ROOT / name).read_text()
+
+
+def test_the_step_on_one_gpu():
+    told = page("docs/performance.md")
+    rows = {row["name"]: row for row in result("gpu/step.json")["rows"]}
+    assert len(rows) >= 9
+    for row in rows.values():
+        assert f"{row['images_per_second']:,.0f}" in told, row["name"]
+    ours = rows["ours resnet50 224 px bf16 1024/1024/1024"]["images_per_second"]
+    rival = rows["rival resnet50 224 px bf16 1024/1024"]["images_per_second"]
+    assert f"{ours:,.0f} against {rival:,.0f} images/s" in page("README.md")
+    assert f"{ours / rival:.2f} x" in told
+    for row in result("gpu/train.json")["rows"]:
+        assert f"{row['median_ms']:.1f}" in told, row["case"]
+
+
+def test_the_loader():
+    rates = result("gpu/loader.json")["rates"]
+    assert all(f"{rate:,}" in page("results/gpu/README.md") for rate in rates.values())
+    assert f"{rates['256 px pack, all cores']:,} images/s" in page("README.md")
+    rows = result("loader/two_cores.json")["rows"]
+    packs = [row["of_dataloader"] for row in rows if row["loader"] == "ours, pack"]
+    assert f"{min(packs):.1f} to {max(packs):.1f} times DataLoader" in page("README.md")
+    for row in rows:
+        assert f"{row['rate']:,.0f}" in page("results/loader/README.md"), row
+
+
+@pytest.mark.parametrize("name", ["kills", "kills-busy"])
+def test_what_a_killed_worker_costs(name):
+    told, found = page("docs/faults.md"), result(f"faults/{name}.json")
+    memory = found["killed workers, replaced from the others' memory"]
+    seconds = memory["seconds to the next step"]
+    kills = "random SIGKILLs" if name == "kills" else "kills while"
+    assert f"{memory['kills']} {kills}" in told
+    assert f"{seconds['median']:.1f} s" in told
+    assert f"{seconds['most']:.1f} s" in told or f"{seconds['most']:.0f} s" in told
