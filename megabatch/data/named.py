@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megabatch.config import Data
 from megabatch.data.origins import kind_at
-from megabatch.data.packfile import Pack
+from megabatch.data.packs.reading import Pack
 from megabatch.errors import UserError
 
 
