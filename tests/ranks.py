@@ -26,7 +26,7 @@ class RankFailed(AssertionError):
 def run_ranks(function, n, *arguments, timeout=PATIENCE_SECONDS):
     """Results by rank. The workers are a world of exactly n and stay for the next call."""
     if n not in _standing:
-        _dismiss()  # one world at a time: two cores
+        dismiss()  # one world at a time: two cores
         _standing[n] = Workers(n)
     return _standing[n].call(function, arguments, timeout)
 
@@ -35,7 +35,8 @@ _standing = {}
 
 
 @atexit.register
-def _dismiss():
+def dismiss():
+    """End the workers: the next call starts new ones."""
     while _standing:
         _standing.popitem()[1].close()
 
@@ -82,14 +83,14 @@ class Workers:
 
     def _give_up(self, message):
         """The others may wait for ever: end them all, the next call starts new ones."""
-        _dismiss()
+        dismiss()
         raise RankFailed(message)
 
 
 def serve(path):
     """A worker's life: join the others, then run what comes until the pipe closes."""
     torch.set_num_threads(1)
-    cluster = Cluster.from_env(device="cpu", timeout_seconds=PATIENCE_SECONDS / 2)
+    cluster = Cluster.from_env(device="cpu", timeout_seconds=2 * PATIENCE_SECONDS)
     pipe = Client(path, "AF_UNIX")
     pipe.send(cluster.rank)
     while True:

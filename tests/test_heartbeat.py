@@ -32,7 +32,7 @@ from megabatch.sync.meeting import Disagreement, Meeting
 from megabatch.sync.segment import Segment
 from megabatch.training import train
 
-SILENT, LATE, WORLD, STEPS = 1.6, 5.0, 3, 4
+SILENT, LATE, WORLD, STEPS = 3.0, 6.0, 3, 4
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def told(tmp_path, fault):
 def test_the_others_name_a_rank_that_dies_or_stops(tmp_path, fault):
     said = told(tmp_path, fault)
     for rank, message in said.items():
-        assert "rank 1 has been silent for 1.6 s (dead or stopped), last at step 2, " in message
+        assert "rank 1 has been silent for 3 s (dead or stopped), last at step 2, " in message
         # Where the one who tells it was: waiting in the step after.
         assert re.search(rf"rank {rank} was at step 3, bucket \d, \w+ on [xy]", message), message
 
@@ -132,7 +132,7 @@ def test_the_others_name_a_rank_that_dies_or_stops(tmp_path, fault):
 def test_the_others_name_a_rank_that_lives_but_does_not_come(tmp_path):
     said = told(tmp_path, "sleep")
     for message in said.values():
-        assert "rank 1 lives but let the others wait for 5 s, last at step 2, bucket " in message
+        assert "rank 1 lives but let the others wait for 6 s, last at step 2, bucket " in message
 
 
 def test_a_rank_that_disagrees_on_what_is_sent_ends_all(tmp_path):
