@@ -100,13 +100,13 @@ def test_another_number_of_workers_has_the_same_weights(finished, tmp_path):
     assert list((tmp_path / "runs").glob("digits-*/metrics.jsonl"))
 
 
-THREE_EPOCHS = ["--epochs", "3", "--device", "cpu", "--deterministic", "--json"]
+TWO_EPOCHS = ["--epochs", "2", "--device", "cpu", "--deterministic", "--json"]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     out = tmp_path_factory.mktemp("alone") / "run"
-    return last_json(megabatch("train", "digits", *THREE_EPOCHS, "--workers", 1, "--out", out))
+    return last_json(megabatch("train", "digits", *TWO_EPOCHS, "--workers", 1, "--out", out))
 
 
 @pytest.mark.parametrize("target", ["command", "worker"])
@@ -114,7 +114,7 @@ def uninterrupted(tmp_path_factory):
 def test_a_signal_leaves_a_checkpoint_and_the_rest_is_as_if_nothing_happened(
     uninterrupted, tmp_path, target, number
 ):
-    line = ["train", "digits", *THREE_EPOCHS, "--out", str(tmp_path / "run")]
+    line = ["train", "digits", *TWO_EPOCHS, "--out", str(tmp_path / "run")]
     on_three = [*MEGABATCH, *line, "--workers", "3"]
     with held(on_three, tmp_path / "run", 5, uninterrupted["steps"] - 5) as (command, workers):
         assert len(workers) == 3

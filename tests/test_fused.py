@@ -58,7 +58,7 @@ def test_the_pass_is_the_plain_net(block, wide, span):
     from megabatch.models.fused import ResNetPass
 
     net = small(block)
-    images = torch.randn(4, 3, 33, 33, device=DEVICE)
+    images = torch.randn(4, 3, 49, 49, device=DEVICE)
     labels = torch.randint(10, (4,), device=DEVICE)
     run = ResNetPass(net, torch.float32, span, lambda _: wide)
     logits, statistics = run(images)
