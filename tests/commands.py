@@ -52,7 +52,7 @@ def at_terminal(*arguments, cwd=None, columns=80):
         with contextlib.suppress(OSError):  # the other end is closed
             while some := terminal.read(1 << 16):
                 found += some
-    assert process.wait(60) == 0
+    assert process.wait(PATIENCE_SECONDS) == 0
     return found.decode().splitlines()
 
 

@@ -9,17 +9,12 @@ import threading
 import time
 
 import pytest
-from commands import at_terminal
+from commands import MEGABATCH, at_terminal
+from commands import megabatch_process as megabatch
 from run_folders import evaluation_line, made_up, step_line
+from waiting import PATIENCE_SECONDS
 
 from megabatch.verbs.runs import run_folders
-
-MEGABATCH = [sys.executable, "-m", "megabatch.cli"]
-
-
-def megabatch(*arguments, **options):
-    command = [*MEGABATCH, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
 
 
 def last_json(result):
@@ -183,7 +178,9 @@ def test_a_run_is_followed_as_it_writes(tmp_path):
 
     def wait_for(words):
         with heard:
-            found = heard.wait_for(lambda: any(words in line for line in said), timeout=60)
+            found = heard.wait_for(
+                lambda: any(words in line for line in said), timeout=PATIENCE_SECONDS
+            )
         assert found, said
 
     listener = threading.Thread(target=listen)
@@ -204,7 +201,7 @@ def test_a_run_is_followed_as_it_writes(tmp_path):
         )
         (folder / "summary.json").write_text(json.dumps({"ended": "finished", "top1": 0.75}))
         out = watcher.stdout.read()
-        assert watcher.wait(60) == 0
+        assert watcher.wait(PATIENCE_SECONDS) == 0
     finally:
         watcher.kill()
         watcher.wait()
@@ -222,7 +219,7 @@ def test_ctrl_c_ends_the_watching_and_not_the_run(tmp_path):
     )  # fmt: skip
     assert "step 1" in watcher.stderr.readline()
     watcher.send_signal(signal.SIGINT)
-    out, words = watcher.communicate(timeout=60)
+    out, words = watcher.communicate(timeout=PATIENCE_SECONDS)
     assert watcher.returncode == 0 and "no longer watching" in words and "running" in out
 
 
@@ -234,7 +231,7 @@ def test_a_real_run_is_watched_to_its_end(tmp_path):
     )  # fmt: skip
     try:
         result = megabatch("watch", tmp_path / "run", "--wait", "--every", "0.2", "--json")
-        assert train.wait(120) == 0
+        assert train.wait(PATIENCE_SECONDS) == 0
     finally:
         train.kill()
         train.wait()
