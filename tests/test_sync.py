@@ -238,6 +238,25 @@ def test_a_tree_sum_holds_few_copies():
     assert sum(folds((0, 64))) == 63 and largest_nodes(64, (0, 64)) == [(0, 64)]
 
 
+def test_where_any_order_will_do_a_worker_contributes_one_vector():
+    tree = TreeSum(4, torch.empty(0), by_tree=False)
+    made: list[set[int]] = []
+    for _ in range(3):
+        made.append(set())
+        for count, dealt in ((6, (1, 5)), (6, (3, 3)), (5, (2, 5)), (1, (0, 1))):
+            tree.begin(count, dealt)
+            for micro in range(*dealt):
+                assert not tree.complete
+                vector = tree.fresh().fill_(micro)
+                made[-1].add(vector.data_ptr())
+                tree.push(vector)
+            assert tree.complete
+            (total,) = tree.nodes
+            made[-1].add(total.data_ptr())
+            assert torch.equal(total, torch.full((4,), float(sum(range(*dealt)))))
+    assert made[0] >= made[1] == made[2]  # memory is used again
+
+
 def test_one_worker_needs_no_process_group():
     cluster = Cluster.from_env()
     assert (cluster.rank, cluster.world) == (0, 1)

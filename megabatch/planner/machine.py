@@ -13,7 +13,7 @@ import time
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megabatch.config.settings import shown
 from megabatch.errors import UserError, nearest
@@ -23,8 +23,6 @@ from megabatch.planner.workload import usual
 FORMAT = "megabatch-machine-1"
 _LARGEST, _MOST = 1e30, 1e12
 """no machine has as much of anything, or as many"""
-
-Level = Literal["node", "network", "spine"]
 
 # Spread of a worker's step time, as a share of it: what eight GPUs of a node lose to each other
 # where all that they send is hidden is 1 to 3 % (TensorFlow's table [found: S30], MLPerf's logs),
