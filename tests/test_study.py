@@ -15,6 +15,7 @@ import pytest
 import torch
 from run_folders import made_up
 from studies import made_up_run
+from waiting import PATIENCE_SECONDS
 
 import megabatch as mb
 from megabatch import models, training
@@ -347,7 +348,7 @@ def test_a_lost_worker_is_no_failure_of_the_run_it_was_in(tmp_path):
     with subprocess.Popen([*line, "--out", str(out)], stderr=subprocess.PIPE, text=True) as running:
         assert dying.await_steps(out / "256-s0", 2, running)
         os.kill(dying.workers_of(running.pid)[0], signal.SIGKILL)
-        _, said = running.communicate(timeout=120)
+        _, said = running.communicate(timeout=PATIENCE_SECONDS)
     assert running.returncode == DONE, said
     assert "ended by SIGKILL: loss 1 of 3, replaced" in said
     assert all(run.finished for cell in read(out).cells for run in cell.runs)
