@@ -58,6 +58,7 @@ MOMENTS = {
     "as it evaluates": (training, "score", False),
     "evaluated": (training, "score", True),
     "as it saves": (RunFolder, "save", False),
+    "as it writes a checkpoint": (checkpoint, "write_snapshot", False),
     "as it writes the best": (checkpoint, "write_alone", False),
     "at the last barrier": (Cluster, "barrier", False),
     "past the last barrier": (Cluster, "barrier", True),

@@ -22,7 +22,9 @@ from megabatch.elastic import heeding
 from megabatch.elastic.heeding import HeedingStore
 from megabatch.elastic.rounds import agree
 from megabatch.elastic.severing import sever
+from megabatch.elastic.supervisor import Losses
 from megabatch.errors import UserError, WorkerFailed
+from megabatch.launch import run_local
 from megabatch.runs import checkpoint
 
 
@@ -127,6 +129,19 @@ def test_a_worker_that_raises_ends_the_run_as_ever(error, tmp_path, capfd):
     with pytest.raises(WorkerFailed, match=r"^worker 1 of 2 failed:\n[\s\S]*Error: the cause\n$"):
         disturbed(tmp_path, ("before a step", 1, 2), workers=2, how=error)
     assert "replaced" not in capfd.readouterr().err
+
+
+class Stillborn:
+    """Whoever is sent one ends as it unpacks it."""
+
+    def __reduce__(self):
+        return os._exit, (5,)
+
+
+def test_workers_that_cannot_begin_are_not_replaced_for_ever():
+    words = r"^worker \d of 2 ended with status 5 before it had begun, as did others before it$"
+    with pytest.raises(WorkerFailed, match=words):
+        run_local(2, dying.train_dying, Stillborn(), losses=Losses(most=1000))
 
 
 def test_a_users_mistake_ends_the_run_as_ever(tmp_path):

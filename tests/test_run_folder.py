@@ -176,6 +176,11 @@ time.sleep(1000)
 """
 
 
+def written(place):
+    """When each file of a folder was last changed; who only reads them may."""
+    return {path: path.stat().st_ctime_ns for path in place.rglob("*")}
+
+
 def test_who_writes_a_folder_is_named_and_lets_go_by_dying(tmp_path, monkeypatch):
     session(tmp_path, 1, 1)
     monkeypatch.setattr(folder, "_OTHERS_SECONDS", 0.1)
@@ -183,11 +188,13 @@ def test_who_writes_a_folder_is_named_and_lets_go_by_dying(tmp_path, monkeypatch
         [sys.executable, "-c", HOLDS, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout.readline() == "held\n"
-        before = {path: path.stat() for path in tmp_path.rglob("*")}
-        with pytest.raises(UserError, match=f"written by process {other.pid} on h, since s: wait"):
-            session(tmp_path, 2, 2)
-        assert {path: path.stat() for path in tmp_path.rglob("*")} == before
-        other.kill()
+        before = written(tmp_path)
+        try:
+            with pytest.raises(UserError, match=f"by process {other.pid} on h, since s: wait"):
+                session(tmp_path, 2, 2)
+        finally:
+            other.kill()
+        assert written(tmp_path) == before
     monkeypatch.undo()
     assert session(tmp_path, 2, 1)[0][0] == 16
     with RunFolder(tmp_path, replace(CONFIG, keep=1), ALONE) as run:

@@ -34,6 +34,8 @@ _LEAVE_SECONDS = 5.0
 """for a worker that has only to leave, to write what it still holds"""
 _AGAIN_SECONDS = 30.0
 """until another try, where a worker could not be started"""
+_STILLBORN = 3
+"""workers in a row that end by themselves before they have begun: the next would too"""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Supervisor:
         self._members: list[Member] = []
         self._worlds = 0
         self._lost = 0
+        self._stillborn = 0
         self._whole = False
         """all members are in one world"""
         self._agreed = False
@@ -177,7 +180,7 @@ class Supervisor:
 
     def _on_ready(self, member: Member, _: object) -> None:
         came = len(self.asked)
-        member.ready = True
+        member.ready, self._stillborn = True, 0
         for number in self.asked[:came]:
             member.signal(number)
 
@@ -221,6 +224,9 @@ class Supervisor:
         if self._over(member):
             return
         name = self._name(member)
+        self._stillborn += not member.ready and how.startswith("with")
+        if self._stillborn >= _STILLBORN:
+            raise WorkerFailed(f"{name} ended {how} before it had begun, as did others before it")
         # Those that are lost at once, or make each other fail, are one loss.
         if self._whole or member.told is None:
             self._lost += 1

@@ -89,6 +89,11 @@ DEATHS = {
     "while it starts": [("as it opens the images", 1, 1)],
     "the first, while it starts": [("as it opens the images", 0, 1)],
     "as the first saves": [("as it saves", 0, 1)],
+    "as a checkpoint is written beside the run": [("as it writes a checkpoint", 0, 2)],
+    "and as they regroup from there": [
+        ("as it writes a checkpoint", 0, 1),
+        ("as it copies the state", 1, 1, 1),
+    ],
     "at the end": [("at the last barrier", 1, 1)],
     "past the end": [("past the last barrier", 1, 1)],
     "the first, past the end": [("past the last barrier", 0, 1)],
