@@ -14,7 +14,7 @@ from megabatch.errors import DONE
 from megabatch.runs.begun import check_run
 from megabatch.runs.formats import SUFFIXES, check_format
 from megabatch.verbs.parsing import parse
-from megabatch.verbs.writing import check_out, say, write_whole
+from megabatch.verbs.writing import check_out, say, say_result, write_whole
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
     else:
         checked = f"; outputs within {exported.difference:.1e} of the run's"
     averaged = ", averaged weights" if trained.averaged else ""
-    say(
+    say_result(
         f"{out}: {trained.config.model} for {len(trained.classes):,} classes{averaged}, "
         f"{len(exported.data) / 1e6:,.2f} MB{checked}"
     )
