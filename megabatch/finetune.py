@@ -77,8 +77,8 @@ def _put(net: nn.Module, found: dict[str, Tensor], origin: str) -> list[str]:
             )
         if name in found and name not in fresh and found[name].shape != own[name].shape:
             raise UserError(
-                f"{name} has shape {tuple(found[name].shape)} in {origin} but "
-                f"{tuple(own[name].shape)} in this run's model: only the head may differ"
+                f"{name} has {_by(found[name])} values in {origin} but {_by(own[name])} in this "
+                f"run's model: only the head may differ"
             )
     unknown = sorted(found.keys() - own.keys())
     if unknown:
@@ -100,3 +100,7 @@ def _head(net: nn.Module) -> list[str]:
     if not heads:
         heads += [m for m in layers if isinstance(m, nn.Linear | nn.Conv2d)][-1:]
     return [f"{layers[head]}.{name}" for head in heads for name, _ in head.named_parameters()]
+
+
+def _by(tensor: Tensor) -> str:
+    return " x ".join(map(str, tensor.shape)) or "1"

@@ -310,6 +310,8 @@ BEFORE = [
     (["train", "digits", "--out", "study"], "is the folder of a study"),
     (["train", "digits", "--out", "file/run"], "file is not a folder"),
     (["study", "digits", "--batches", "64", "--data.path", "nowhere"], "there is no nowhere"),
+    (["train", "study"], "study is a folder, not a recipe: name the config.json of a run"),
+    (["plan", "study"], "study is a folder, not a recipe"),
     (["evaluate", "study"], "study is a study of 1 run, not a run itself: name one of them"),
     (["evaluate", "study/64-s0/config.json"], "name the run's folder, study/64-s0"),
     (["export", "study"], "study/64-s0 say"),

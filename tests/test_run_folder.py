@@ -129,12 +129,17 @@ def test_metrics_cut_anywhere_are_mended(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def written(path):
+    """What changes when a file is written, and not when it is read."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 def test_the_config_is_not_touched_where_it_did_not_change(tmp_path):
     session(tmp_path, 1, 1)
-    before = (tmp_path / "config.json").stat()
+    before = written(tmp_path / "config.json")
     session(tmp_path, 2, 1)
-    after = (tmp_path / "config.json").stat()  # read it was, perhaps a second later
-    assert (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns)
+    assert written(tmp_path / "config.json") == before
     session(tmp_path, 3, 2)
     assert json.loads((tmp_path / "config.json").read_text())["data"]["threads"] == 2
 
@@ -176,25 +181,21 @@ time.sleep(1000)
 """
 
 
-def written(place):
-    """When each file of a folder was last changed; who only reads them may."""
-    return {path: path.stat().st_ctime_ns for path in place.rglob("*")}
-
-
 def test_who_writes_a_folder_is_named_and_lets_go_by_dying(tmp_path, monkeypatch):
     session(tmp_path, 1, 1)
     monkeypatch.setattr(folder, "_OTHERS_SECONDS", 0.1)
     with subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True
     ) as other:
-        assert other.stdout.readline() == "held\n"
-        before = written(tmp_path)
         try:
-            with pytest.raises(UserError, match=f"by process {other.pid} on h, since s: wait"):
+            assert other.stdout.readline() == "held\n"
+            before = {path: written(path) for path in tmp_path.rglob("*")}
+            says = f"written by process {other.pid} on h, since s: wait"
+            with pytest.raises(UserError, match=says):
                 session(tmp_path, 2, 2)
+            assert {path: written(path) for path in tmp_path.rglob("*")} == before
         finally:
             other.kill()
-        assert written(tmp_path) == before
     monkeypatch.undo()
     assert session(tmp_path, 2, 1)[0][0] == 16
     with RunFolder(tmp_path, replace(CONFIG, keep=1), ALONE) as run:

@@ -70,6 +70,13 @@ def test_a_name_is_never_broken_and_a_terminal_of_80_columns_is_enough(tmp_path)
     assert "images/s" not in lines[0] and "top-1" in lines[0]
 
 
+def test_a_run_that_was_never_evaluated_has_no_accuracy(tmp_path):
+    ended = {"ended": "stopped", "top1": 0.0, "top5": 0.0, "loss": None}
+    made_up(tmp_path / "run", [step_line(0)], summary=ended)
+    assert last_json(megabatch("runs", tmp_path, "--json"))["runs"][0]["top1"] is None
+    assert last_json(megabatch("watch", tmp_path / "run", "--json"))["top1"] is None
+
+
 def test_runs_and_watch_count_alike(tmp_path):
     lines = [step_line(0), evaluation_line(0.5), step_line(9)]
     made_up(tmp_path / "run", lines, summary={"ended": "stopped"})

@@ -63,7 +63,7 @@ class StepFlags:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute"""
     out: str = "machine.json"
-    """the file to add the rows to, in a folder that is there"""
+    """the file to add the rows to"""
     export: str | None = None
     """write the model as a workload of the planner, and measure nothing"""
     json: bool = False

@@ -75,6 +75,8 @@ def named(
     written = os.path.join(name, "config.json")
     if os.path.isfile(written):
         raise UserError(f"{name} is the folder of a run: name its config, {written}")
+    if os.path.isdir(name) and name not in RECIPES:
+        raise UserError(f"{name} is a folder, not a recipe: name the config.json of a run")
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}: {nearest(name, RECIPES)}")
     if batch is not None and name in BY_BATCH:

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load as load_safetensors
@@ -24,8 +23,9 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from megabatch import models
-from megabatch.errors import RunFailed, UserError
+from megabatch.errors import RunFailed
 from megabatch.keyed import Purpose, keyed
+from megabatch.runs.formats import check_format
 from megabatch.runs.trained import Trained
 
 _CHECKED_IMAGES = 8
@@ -47,6 +47,7 @@ def export(trained: Trained, to: str) -> Exported:
         "torchvision": _torchvision,
         "onnx": _onnx,
     }
+    check_format(to, trained.config)
     exported = made[to](trained)
     if exported.difference is not None and not exported.difference <= _TOLERANCE:
         raise RunFailed(
@@ -79,13 +80,6 @@ def _safetensors(trained: Trained) -> Exported:
 def _torchvision(trained: Trained) -> Exported:
     """A state dict that torchvision.models.NAME(num_classes=N) loads; its ResNets have our names,
     shapes and arithmetic."""
-    config = trained.config
-    if not config.model.startswith("resnet") or config.data.channels != 3:
-        raise UserError(
-            f"torchvision has no net like {config.model} for {config.data.channels} "
-            f"channel{'s' if config.data.channels > 1 else ''}: its ResNets are ours, for colour; "
-            f"take --to safetensors or --to onnx"
-        )
     out = io.BytesIO()
     torch.save(_weights(trained.net), out)
     out.seek(0)
@@ -94,7 +88,8 @@ def _torchvision(trained: Trained) -> Exported:
 
 def _onnx(trained: Trained) -> Exported:
     """Images as numbers of 0 to 1 in, logits out; mean and deviation are inside."""
-    onnx = _onnx_package()
+    import onnx
+
     whole = _WithScale(trained).eval()
     data = trained.config.data
     example = torch.rand(2, data.channels, data.size, data.size)
@@ -131,15 +126,6 @@ class _WithScale(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.net((images - self.mean) / self.std)
         return logits
-
-
-def _onnx_package() -> Any:
-    try:
-        import onnx
-        import onnxscript  # noqa: F401  (torch's exporter needs it)
-    except ImportError:
-        raise UserError("ONNX files need onnx: pip install 'megabatch[export]'") from None
-    return onnx
 
 
 def _onnx_difference(trained: Trained, made: bytes) -> float | None:

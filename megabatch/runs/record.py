@@ -115,7 +115,9 @@ class Record:
 
     def result(self, name: str) -> float:
         """A number of the last evaluation: top1, top5 or loss (nan: none yet)."""
-        for record in (*self.evaluations[-1:], {} if self.resumed else self.summary):
+        # A run that ended before its first evaluation has no loss of one.
+        told = not self.resumed and self.summary.get("loss", 0.0) is not None
+        for record in (*self.evaluations[-1:], self.summary if told else {}):
             found = number(record.get(name))
             if math.isfinite(found):
                 return found

@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
     if first:
         say_result(
             f"top-1 {result['top1']:.2%}, top-5 {result['top5']:.2%}, loss {result['loss']:.4f} "
-            f"after {result['seen']:,} images"
+            f"after {result['seen']:,} images of training"
         )
         if flags.json:
             print(json.dumps(result), flush=True)

@@ -26,7 +26,7 @@ EXAMPLES = {
     ),
     "launch": (
         "megabatch launch --slurm --nodes 4 train mikami2018 --data.path images.arrow",
-        "megabatch launch --hosts node1,node2 --script run.sh train mikami2018",
+        "megabatch launch --hosts node1,node2 train mikami2018 --data.path images.arrow",
     ),
     "report": ("megabatch report runs/mine runs/other",),
     "runs": ("megabatch runs",),

@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megabatch.config import Config
 from megabatch.errors import DONE
 from megabatch.runs.begun import check_run
+from megabatch.runs.formats import SUFFIXES, check_format
 from megabatch.verbs.parsing import parse
-from megabatch.verbs.writing import check_out, say, write_whole
-
-SUFFIXES = {"safetensors": (".safetensors",), "torchvision": (".pth", ".pt"), "onnx": (".onnx",)}
+from megabatch.verbs.writing import check_out, say, say_result, write_whole
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ def run(arguments: list[str]) -> int:
     check_run(folder)
     out = Path(flags.out or f"{folder.resolve().name}{suffixes[0]}")
     check_out(out, suffixes, f"a file for {flags.to}")
+    check_format(flags.to, Config.read(folder / "config.json"))
     from megabatch.runs.export import export
     from megabatch.runs.trained import load
 
@@ -54,7 +55,7 @@ def run(arguments: list[str]) -> int:
     else:
         checked = f"; outputs within {exported.difference:.1e} of the run's"
     averaged = ", averaged weights" if trained.averaged else ""
-    say(
+    say_result(
         f"{out}: {trained.config.model} for {len(trained.classes):,} classes{averaged}, "
         f"{len(exported.data) / 1e6:,.2f} MB{checked}"
     )

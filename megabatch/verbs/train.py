@@ -200,9 +200,14 @@ def _say(summary: dict[str, Any]) -> None:
         "target": "reached the target",
         "stopped": "stopped on request (--resume goes on)",
     }[summary["ended"]]
+    found = "not evaluated yet"
+    if not math.isnan(summary["loss"]) or summary["best_top1"] > 0:
+        found = (
+            f"top-1 {summary['top1']:.2%} (best {summary['best_top1']:.2%}, median of the last "
+            f"five {summary['median_top1']:.2%})"
+        )
     say_result(
-        f"{how}: top-1 {summary['top1']:.2%} (best {summary['best_top1']:.2%}, median of the last "
-        f"five {summary['median_top1']:.2%}), {summary['steps']:,} steps, "
+        f"{how}: {found}, {summary['steps']:,} steps, "
         f"{summary['seen']:,} images in {summary['seconds']:.1f} s "
         f"({summary['images_per_second']:,.0f} images/s) "
         f"on {summary['world']} worker{'s' if summary['world'] > 1 else ''}; {summary['out']}"

@@ -18,7 +18,7 @@ from megabatch.report.numbers import count, duration, percent, short
 from megabatch.runs.begun import check_run, runs_in
 from megabatch.runs.record import Record, Tail, glance_files, is_run, number, recent_speed
 from megabatch.verbs.parsing import parse
-from megabatch.verbs.writing import say
+from megabatch.verbs.writing import say, say_result
 
 _LOOK_SECONDS = 0.5
 _WIDE = 120
@@ -195,7 +195,7 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         say("megabatch: no longer watching; the run itself goes on", progress=True)
     result = watched.result()
-    say(_said(watched, flags.patience))
+    say_result(_said(watched, flags.patience))
     if flags.json:
         print(json.dumps(result), flush=True)
     ends = {"failed": FAILED, "silent": FAILED, "missing": FAILED, "stopped": STOPPED}

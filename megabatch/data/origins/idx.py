@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,8 +72,8 @@ def open_at(path: Path) -> Arrays:
         pictures, numbers = (read_idx(file) for file in files if file)
         if pictures.ndim != 3 or numbers.ndim != 1 or len(pictures) != len(numbers):
             raise UserError(
-                f"{files[0]} and {files[1]} do not belong together: {pictures.shape} images, "
-                f"{numbers.shape} labels"
+                f"{files[0]} and {files[1]} do not belong together: {_by(pictures.shape)} pixels, "
+                f"{_by(numbers.shape)} labels"
             )
         images.append(pictures[:, :, :, None])
         labels.append(numbers)
@@ -103,7 +104,11 @@ def read_idx(path: Path) -> NDArray[numpy.uint8]:
     shape = numpy.frombuffer(sides.ljust(4 * head[3], b"\0"), ">u4").tolist()
     if len(data) != math.prod(shape):
         raise UserError(
-            f"{path} is damaged: it has {len(data):,} bytes for {shape}, "
+            f"{path} is damaged: it has {len(data):,} bytes for {_by(shape)}, "
             f"which need {math.prod(shape):,}"
         )
     return numpy.frombuffer(data, numpy.uint8).reshape(shape)
+
+
+def _by(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape)) or "no"
