@@ -165,12 +165,14 @@ class GradientSum:
                 self._masters.get(p, p).grad = gradient
         return Control(self._sums[self._control])
 
-    def scale(self, factor: Tensor | None, good: Tensor) -> None:
-        """After finish(): undo a loss scale, and make gradients 0 where the step does not count."""
+    def scale(self, factor: Tensor | None, good: Tensor | None) -> None:
+        """After finish(): undo a loss scale, and make gradients 0 where the step does not count
+        (None: it does)."""
         for bucket in self._buckets:
             if factor is not None:
                 self._sums[bucket.tree].mul_(factor)
-            self._sums[bucket.tree].masked_fill_(~good, 0.0)
+            if good is not None:
+                self._sums[bucket.tree].masked_fill_(~good, 0.0)
 
     def blocked(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """While this lasts the host waits for other workers outside a sum: the heartbeat watches,
