@@ -145,6 +145,14 @@ def test_a_long_gradient_that_is_not_finite_has_no_finite_norm(value):
     torch.testing.assert_close(found, torch.tensor([value]).double(), equal_nan=True)
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-42])
+def test_a_long_gradient_of_zeros_has_norm_zero_and_a_tiny_one_has_its_own(value):
+    tensor = torch.zeros(1 << 17)
+    tensor[77_777] = value
+    (found,) = norms.norms([tensor])
+    assert found.item() == tensor[77_777].double().item()
+
+
 def test_short_tensors_have_the_bits_of_float64():
     tensors = [torch.randn(n) for n in (1, 100, (1 << 16) - 1)]
     (found,) = norms.norms(tensors)

@@ -221,7 +221,8 @@ def one_worker(config: Config, device: torch.device) -> Iterator[Callable[[], No
         parts = ending.enter_context(assemble(config, alone, net))
 
         def train() -> None:
-            train_step(parts, [micro] * count, config.batch, lr=0.0, momentum=0.9)
+            # At a rate of 0 the blocks would stay closed: half the gradients would be 0.
+            train_step(parts, [micro] * count, config.batch, lr=0.01, momentum=0.9)
 
         yield train
 

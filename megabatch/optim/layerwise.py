@@ -186,12 +186,14 @@ def together(group: Group, weights: list[Tensor]) -> list[list[Tensor]]:
         return [[weight] for weight in weights]
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     full: list[list[Tensor]] = []
+    nbytes = 0
     for weight in weights:
         kind = weight.device, weight.dtype
-        some = lists.setdefault(kind, [])
-        some.append(weight)
-        if weight.is_cpu and sum(w.nbytes for w in some) >= _CACHED_BYTES:
+        lists.setdefault(kind, []).append(weight)
+        nbytes += weight.nbytes if weight.is_cpu else 0
+        if nbytes >= _CACHED_BYTES:
             full.append(lists.pop(kind))
+            nbytes = 0
     return [*full, *lists.values()]
 
 

@@ -43,4 +43,6 @@ def _by_rows(tensor: Tensor) -> Tensor | None:
     rows = torch.linalg.vector_norm(numbers[:whole].view(-1, _ROW), dim=1)
     norm = torch.linalg.vector_norm(torch.cat([rows, numbers[whole:]]), dtype=torch.float64)
     least, most = _SURE
-    return norm if least < norm < most else None
+    if least < norm < most or (norm == 0 and not numbers.any()):
+        return norm
+    return None
