@@ -67,19 +67,27 @@ class SpanBatchNorm(_BatchNorm):
             normal, found = by_rows(x, self.weight, self.bias, span, self.eps, relu=False)
             self.statistics = found.mean(0)
             return normal
-        # Groups become channels, so that one call normalises each group by itself.
-        folded = x if groups == 1 else x.unflatten(0, (groups, span)).transpose(0, 1).flatten(1, 2)
-        mean = x.new_zeros(groups * self.num_features, dtype=_statistics_dtype(x))
-        var = torch.zeros_like(mean)
-        weight, bias = (t if t is None else t.repeat(groups) for t in (self.weight, self.bias))
-        # With momentum 1 the "moving averages" that the call updates are the batch's own
-        # statistics.
-        out: Tensor = nn.functional.batch_norm(folded, mean, var, weight, bias, True, 1.0, self.eps)
-        self.statistics = torch.stack([mean, var]).view(2, groups, -1).mean(1)
+        # With momentum 1 the "moving averages" that a call updates are the batch's own statistics.
+        found = x.new_zeros(2, groups, self.num_features, dtype=_statistics_dtype(x))
         if groups == 1:
-            return out
-        by_group: Tensor = out.unflatten(1, (groups, self.num_features))
-        return by_group.transpose(0, 1).flatten(0, 1)
+            self.statistics = found[:, 0]
+            return self._one_span(x, found[0, 0], found[1, 0], self.weight, self.bias)
+        # A part of the images is a view of them, in any memory layout; their gradients are summed
+        # over spans at once.
+        rows = [
+            [None] * groups if t is None else t.expand(groups, -1).unbind()
+            for t in (self.weight, self.bias)
+        ]
+        spans = zip(x.split(span), *found, *rows, strict=True)
+        parts = [self._one_span(*those) for those in spans]
+        self.statistics = found.mean(1)
+        return torch.cat(parts)
+
+    def _one_span(
+        self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        out: Tensor = nn.functional.batch_norm(x, mean, var, weight, bias, True, 1.0, self.eps)
+        return out
 
 
 def _normalise_on(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -1,5 +1,5 @@
 """torch.compile by blocks: what repeats in a net is compiled once, and gradients of a block leave
-while backward goes on with the ones before it."""
+while backward goes on with the ones before it. Or whole, where nothing leaves and calls count."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import nn
 _RECOMPILATIONS = 64
 
 
-def compile_blocks(net: nn.Module) -> Callable[[], None]:
-    """Compile a net's blocks in place, at their first call; returns what undoes it."""
-    blocks = list(_blocks(net)) or [net]
+def compile_net(net: nn.Module, whole: bool) -> Callable[[], None]:
+    """Compile a net's blocks in place, or all of it as one, at the first call; returns what undoes
+    it."""
+    blocks = [net] if whole else list(_blocks(net)) or [net]
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _RECOMPILATIONS)
     for block in blocks:

@@ -132,7 +132,8 @@ def prepared(
         if cluster.world > 1:
             for tensor in net.state_dict().values():
                 dist.broadcast(tensor, group_src=0, group=cluster.group)
-        if cluster.device.type == "cuda":  # how tensor cores want convolutions
+        # How tensor cores and oneDNN want convolutions; bits of deterministic runs on a CPU stay.
+        if cluster.device.type == "cuda" or not config.deterministic:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         yield net
 
@@ -161,10 +162,11 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
         masters = Masters(net, config)
         failing.callback(masters.close)
         optimizer = build(settings, masters.groups(groups))
+        optimizer.rounds_freely = not config.deterministic
         scale = LossScale(config, cluster.device)
         moving = MovingAverages(net)
         average = WeightAverage(net, config, masters)
-        run = choose(config, cluster.device, net, moving)
+        run = choose(config, cluster, net, moving)
         failing.callback(run.close)
         # Last: from here on the module's parameters carry hooks.
         engine = GradientSum(

@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from megabatch import kernels
 from megabatch.batchnorm import MovingAverages
-from megabatch.compiling import compile_blocks
+from megabatch.cluster import Cluster
+from megabatch.compiling import compile_net
 from megabatch.config import Config
 from megabatch.errors import UserError
 from megabatch.models.resnet import ResNet
@@ -56,14 +57,19 @@ class Pass(Protocol):
         """Leave the net as it was."""
 
 
-def choose(config: Config, device: torch.device, net: nn.Module, moving: MovingAverages) -> Pass:
+def choose(config: Config, cluster: Cluster, net: nn.Module, moving: MovingAverages) -> Pass:
     """The pass of a run: on a GPU the fastest there is, unless the config says never."""
+    device = cluster.device
     if config.compile != "never" and fusable(config, device, net):
         return FusedPass(config, net)
     compiled = config.compile == "always" or (
         config.compile == "auto" and kernels.available(device) and not config.deterministic
     )
-    return PlainPass(config, device, net, moving, compiled)
+    undo = None
+    if compiled:
+        # On a GPU equal blocks share kernels, which take long to make; a CPU's take the calls.
+        undo = compile_net(net, whole=device.type == "cpu" and cluster.world == 1)
+    return PlainPass(config, device, net, moving, undo)
 
 
 def fusable(config: Config, device: torch.device, net: nn.Module) -> bool:
@@ -89,11 +95,12 @@ class PlainPass:
         device: torch.device,
         net: nn.Module,
         moving: MovingAverages,
-        compiled: bool,
+        undo: Callable[[], None] | None = None,
     ) -> None:
+        """`undo` takes a compiled net back to what it was."""
         self._config, self._device, self._net, self._moving = config, device, net, moving
-        self._undo: Callable[[], None] | None = compile_blocks(net) if compiled else None
-        self.how = "compiled by torch: the first steps take a minute or two" if compiled else ""
+        self._undo = undo
+        self.how = "compiled by torch: the first steps take a minute or two" if undo else ""
 
     def __call__(self, images: Tensor, labels: Tensor) -> Found:
         config = self._config

@@ -97,9 +97,11 @@ def _update(parts: Parts, control: Control, count: int, lr: float, momentum: flo
         if "momentum" in group:
             group["momentum"] = momentum
     good = control.good
-    engine.scale(1 / scale.value if scale.on else None, good)
-    optimizer.step(good=good, copies=parts.copies)
-    parts.moving.move(control.statistics / count, parts.config.bn_momentum, good)
+    # On a CPU the host has it before it: where a step counts, nobody has to carry it along.
+    gate = None if good.is_cpu and good else good
+    engine.scale(1 / scale.value if scale.on else None, gate)
+    optimizer.step(good=gate, copies=parts.copies)
+    parts.moving.move(control.statistics / count, parts.config.bn_momentum, gate)
     parts.average.update(good)
     numbers = control.for_host(engine.squared_norm(), scale.value, good)
     scale.update(good)

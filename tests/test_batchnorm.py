@@ -58,6 +58,47 @@ def test_one_span_is_torchs_layer_bit_for_bit():
     assert torch.allclose(net(x), plain(x), rtol=1e-14, atol=1e-14)
 
 
+def by_channels(layer, x, span):
+    """Batch norm by spans as one call: groups become channels. Output and statistics."""
+    groups = len(x) // span
+    folded = x.unflatten(0, (groups, span)).transpose(0, 1).flatten(1, 2)
+    mean = torch.zeros(folded.shape[1], dtype=x.dtype)
+    var = torch.zeros_like(mean)
+    weight, bias = layer.weight.repeat(groups), layer.bias.repeat(groups)
+    out = nn.functional.batch_norm(folded, mean, var, weight, bias, True, 1.0, layer.eps)
+    out = out.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
+    return out, torch.stack([mean, var]).view(2, groups, -1).mean(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("groups", [1, 2, 3, 8])
+def test_spans_one_by_one_have_the_bits_of_one_call_for_all(groups, dtype):
+    torch.manual_seed(groups)
+    layer = SpanBatchNorm(nn.BatchNorm2d(6).to(dtype), span=4)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    x = torch.randn(4 * groups, 6, 5, 5, dtype=dtype, requires_grad=True)
+    gradient = torch.randn_like(x)
+    found = []
+    for way in ("one by one", "one call"):
+        out, statistics = layer(x), layer.statistics
+        if way == "one call":
+            out, statistics = by_channels(layer, x, 4)
+        wanted = torch.autograd.grad(out, (x, layer.weight, layer.bias), gradient)
+        found.append([out, statistics, *wanted])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("span", [4, 8])
+def test_channels_last_stay_last_there_and_back(span):
+    layer = SpanBatchNorm(nn.BatchNorm2d(6), span)
+    x = torch.randn(8, 6, 5, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
+    out = layer(x)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_statistics_are_the_mean_over_spans():
     _, net = pair(span=4)
     x = torch.randn(12, 5, 3, 3, dtype=torch.float64)

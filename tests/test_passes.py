@@ -8,7 +8,7 @@ from torch import nn
 
 from megabatch.batchnorm import MovingAverages
 from megabatch.cluster import Cluster
-from megabatch.compiling import compile_blocks
+from megabatch.compiling import compile_net
 from megabatch.config import Config, Data
 from megabatch.data.loader import MicroBatch
 from megabatch.graphs import CapturedPass
@@ -21,6 +21,7 @@ from megabatch.step import train_step
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 CPU = torch.device("cpu")
+ALONE = Cluster(0, 1, 0, 1, CPU, (1, 1))
 CONFIG = Config(
     batch=8, micro=4, span=2, loss_scale=64.0, label_smoothing=0.1, data=Data(size=8, classes=10)
 )
@@ -53,10 +54,9 @@ class Replayed:
 def test_a_step_by_replayed_passes_has_the_bits_of_one_by_backward(scale, monkeypatch):
     monkeypatch.setattr(CapturedPass, "_captured", lambda captured: Replayed(captured))
     config = replace(CONFIG, loss_scale=scale)
-    cluster = Cluster(0, 1, 0, 1, CPU, (1, 1))
     found = []
     for graph in (False, True):
-        with prepared(config, cluster, 10) as net, assemble(config, cluster, net) as parts:
+        with prepared(config, ALONE, 10) as net, assemble(config, ALONE, net) as parts:
             assert parts.graph is None
             if graph:
                 parts = replace(parts, graph=CapturedPass(parts.run, net))
@@ -70,17 +70,21 @@ def test_a_step_by_replayed_passes_has_the_bits_of_one_by_backward(scale, monkey
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_on_a_cpu_a_net_runs_as_it_is_unless_asked():
+@pytest.mark.parametrize("world", [1, 2])
+def test_on_a_cpu_a_net_runs_as_it_is_unless_asked(world):
+    """Compiled whole on one worker, and by blocks where gradients are to leave during backward."""
     net = resnet18(10)
     moving = MovingAverages(net)
+    cluster = Cluster(0, world, 0, world, CPU, (1, world))
     for wish, compiled in (("auto", False), ("never", False), ("always", True)):
         config = Config(model="resnet18", precision="bf16", compile=wish)
-        run = choose(config, CPU, net, moving)
+        run = choose(config, cluster, net, moving)
         assert isinstance(run, PlainPass) and not run.copies
         assert bool(run.how) is compiled
         blocks = [block for stage in (net.layer1, net.layer4) for block in stage]
-        assert all((block._compiled_call_impl is not None) is compiled for block in blocks)
-        assert net._compiled_call_impl is None
+        by_blocks = compiled and world > 1
+        assert all((block._compiled_call_impl is not None) is by_blocks for block in blocks)
+        assert (net._compiled_call_impl is not None) is (compiled and world == 1)
         run.close()
         assert all(module._compiled_call_impl is None for module in net.modules())
 
@@ -88,7 +92,7 @@ def test_on_a_cpu_a_net_runs_as_it_is_unless_asked():
 def test_a_net_without_blocks_is_compiled_whole():
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
     limit = torch._dynamo.config.recompile_limit
-    undo = compile_blocks(net)
+    undo = compile_net(net, whole=False)
     assert net._compiled_call_impl is not None
     undo()
     assert net._compiled_call_impl is None
@@ -98,7 +102,7 @@ def test_a_net_without_blocks_is_compiled_whole():
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(capsys):
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
     config = Config(compile="always")
-    run = choose(config, CPU, net, MovingAverages(net))
+    run = choose(config, ALONE, net, MovingAverages(net))
 
     def fails(*_):
         raise RuntimeError("no kernel for that\nand much more")

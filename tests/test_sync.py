@@ -257,6 +257,36 @@ def test_where_any_order_will_do_a_worker_contributes_one_vector():
     assert made[0] >= made[1] == made[2]  # memory is used again
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_micro_batch_of_one_worker_stays_where_backward_left_it(dtype):
+    """Nothing to sum, nothing to copy; the same numbers as by buckets."""
+    found = []
+    for tree in (False, True):
+        net = Integers().to(dtype)
+        with GradientSum(net, Cluster.from_env(), 1, tree=tree, bucket_bytes=50) as engine:
+            for count, factor, good in (
+                (1, None, None),
+                (2, None, None),
+                (1, 2.0, None),
+                (1, None, 0),
+            ):
+                engine.begin(count)
+                for index in range(count):
+                    engine.backward(net(3.0 + index), *numbers(index))
+                left = [p.grad for p in net.parameters()]
+                control = engine.finish()
+                stayed = all(p.grad is g for p, g in zip(net.parameters(), left, strict=True))
+                assert stayed is (count == 1 and not tree)
+                factor = None if factor is None else torch.tensor(factor)
+                engine.scale(factor, None if good is None else torch.tensor(bool(good)))
+                gradients = [p.grad.tolist() for p in net.parameters()]
+                square = engine.squared_norm().item()
+                assert square == sum(p.grad.double().square().sum() for p in net.parameters())
+                found.append([tree, *gradients, control.vector.tolist(), square])
+    half = len(found) // 2
+    assert [row[1:] for row in found[:half]] == [row[1:] for row in found[half:]]
+
+
 def test_one_worker_needs_no_process_group():
     cluster = Cluster.from_env()
     assert (cluster.rank, cluster.world) == (0, 1)

@@ -1,5 +1,5 @@
-"""What a step is measured against: the net that everyone has, compiled whole, with fused SGD; and
-the convolutions alone, which no step can do without."""
+"""What a step is measured against: the net that everyone has with SGD, as it is and compiled whole;
+and the convolutions alone, which no step can do without."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from megabatch.config import Config
 from megabatch.precision import autocast
 
 
-def plain_step(config: Config, device: torch.device, compiled: bool) -> Callable[[], None]:
+def plain_step(
+    config: Config, device: torch.device, compiled: bool, tuned: bool = True
+) -> Callable[[], None]:
     """A step of the same net, batch and precision as anyone would write it: no counts, no spans, no
-    buckets, SGD with momentum."""
+    buckets, SGD with momentum. Tuned, with channels last and SGD fused; otherwise as torch has it.
+    """
     data = config.data
     net: Any = _net(config).to(device)
-    if device.type == "cuda":
+    if tuned:
         net = net.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(
-        net.parameters(), 1e-6, 0.9, weight_decay=5e-5, fused=device.type == "cuda"
-    )
+    optimizer = torch.optim.SGD(net.parameters(), 1e-6, 0.9, weight_decay=5e-5, fused=tuned or None)
     run = torch.compile(net, dynamic=False) if compiled else net
-    images = torch.randn(config.micro, data.channels, data.size, data.size, device=device)
-    if device.type == "cuda":
-        images = images.contiguous(memory_format=torch.channels_last)
+    images = random_images(config, device)
+    if not tuned:
+        images = images.clone(memory_format=torch.contiguous_format)
     labels = torch.randint(data.classes, (config.micro,), device=device)
 
     def step() -> None:
@@ -45,6 +46,13 @@ def plain_step(config: Config, device: torch.device, compiled: bool) -> Callable
         optimizer.step()
 
     return step
+
+
+def random_images(config: Config, device: torch.device) -> Tensor:
+    """A micro-batch with the channels last in memory, as the loader hands them out."""
+    size = config.data.size
+    drawn = torch.randn(config.micro, size, size, config.data.channels, device=device)
+    return drawn.permute(0, 3, 1, 2)
 
 
 def _net(config: Config) -> nn.Module:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import platform
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from torch import nn
 
 from megabatch import models
 from megabatch.bench.describe import describe, imported
-from megabatch.bench.rivals import convolutions_alone, plain_step
+from megabatch.bench.rivals import convolutions_alone, plain_step, random_images
 from megabatch.bench.steady import noted, unsteady
-from megabatch.bench.timing import time_of
+from megabatch.bench.timing import by_turns, time_of, times_faster
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.loader import MicroBatch
@@ -57,7 +58,7 @@ class StepFlags:
     graphs: Literal["auto", "always", "never"] = "auto"
     """as in training: replay passes as a CUDA graph"""
     rivals: bool = False
-    """beside it the net compiled whole with SGD, and the convolutions alone"""
+    """beside it the net with SGD, compiled whole (and on a CPU as it is), and the convolutions"""
     seconds: float = 2.0
     """to measure for, each size"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -102,15 +103,23 @@ def run(arguments: list[str]) -> int:
             graphs=flags.graphs,
             data=data,
         ).check()
+        found: dict[str, float] = {}
+        if flags.rivals:
+            torch._dynamo.reset()  # each size has kernels of its own, not ones for all sizes
         with one_worker(config, torch.device(device)) as train:
             rate, peak = _measured(train, micro, flags.seconds, device)
-        rows.append({"model": flags.model, "micro": micro, "images_per_second": rate})
-        chip = torch.cuda.get_device_name() if device == "cuda" else ""
-        share = share_of_peak(chip, flags.model, size, channels, classes, rate)
-        of_peak = "" if share is None else f"  {share:6.1%} of the chip's peak FLOP/s"
-        print(f"{flags.model} micro {micro:5d}  {rate:12,.1f} images/s{of_peak}{peak}", flush=True)
+            rows.append({"model": flags.model, "micro": micro, "images_per_second": rate})
+            chip = torch.cuda.get_device_name() if device == "cuda" else ""
+            share = share_of_peak(chip, flags.model, size, channels, classes, rate)
+            of_peak = "" if share is None else f"  {share:6.1%} of the chip's peak FLOP/s"
+            name = f"{flags.model} micro {micro:5d}"
+            print(f"{name}  {rate:12,.1f} images/s{of_peak}{peak}", flush=True)
+            if flags.rivals and device == "cpu":
+                found = _rivals_by_turns(config, train, flags.seconds)
         if flags.rivals:
-            beside.append({"micro": micro, **_beside(flags, config, device, rate)})
+            found |= _compiled_rival(config, rate, flags.seconds) if device == "cuda" else {}
+            found |= _floor(config, device, rate, flags.seconds)
+            beside.append({"micro": micro, **found})
     update(flags.out, {"compute": rows, "host": host(device), "sources": {"compute": _how(flags)}})
     print(f"written to {flags.out}", file=sys.stderr)
     if flags.json:
@@ -149,22 +158,39 @@ def _measured(
     return rate, f"  {peak:5.1f} GiB"
 
 
-def _beside(flags: StepFlags, config: Config, device: str, rate: float) -> dict[str, float]:
-    """What the same images cost others, and what of it is convolutions."""
-    there, micro = torch.device(device), config.micro
-    found = {}
-    for name, compiled in (("compiled whole, SGD", True), ("as it is, SGD", False)):
-        if not compiled and device == "cuda":
-            continue
-        torch._dynamo.reset()  # each size has kernels of its own, not ones for all sizes
-        theirs, peak = _measured(plain_step(config, there, compiled), micro, flags.seconds, device)
-        found[name] = theirs
-        print(f"  {name:24} {theirs:12,.1f} images/s  ours {rate / theirs:.2f} x{peak}", flush=True)
-    dtype = HALF.get(config.precision, torch.float32)
-    alone = micro / convolutions_alone(config, there, dtype, flags.seconds)
-    found["convolutions alone"] = alone
-    print(f"  {'convolutions alone':24} {alone:12,.1f} images/s  of it reached {rate / alone:.0%}")
+def _rivals_by_turns(config: Config, ours: Callable[[], None], seconds: float) -> dict[str, float]:
+    """What the same images cost others on a CPU, each step beside one of ours."""
+    cpu, found = torch.device("cpu"), {}
+    for name, compiled, tuned in (
+        ("as it is, SGD", False, False),
+        ("channels last, fused SGD", False, True),
+        ("compiled whole, SGD", True, False),
+        ("compiled whole, tuned", True, True),
+    ):
+        works = {"ours": ours, name: plain_step(config, cpu, compiled, tuned)}
+        times = by_turns(works, seconds)
+        found[name] = theirs = config.micro / statistics.median(times[name])
+        times_ours = times_faster(times["ours"], times[name])
+        print(f"  {name:26} {theirs:12,.1f} images/s  ours {times_ours:.2f} x", flush=True)
     return found
+
+
+def _compiled_rival(config: Config, rate: float, seconds: float) -> dict[str, float]:
+    """What the same images cost another on a GPU, after ours: both might not fit."""
+    name = "compiled whole, SGD"
+    torch._dynamo.reset()
+    step = plain_step(config, torch.device("cuda"), compiled=True)
+    theirs, peak = _measured(step, config.micro, seconds, "cuda")
+    print(f"  {name:26} {theirs:12,.1f} images/s  ours {rate / theirs:.2f} x{peak}", flush=True)
+    return {name: theirs}
+
+
+def _floor(config: Config, device: str, rate: float, seconds: float) -> dict[str, float]:
+    """What of it is convolutions."""
+    name, dtype = "convolutions alone", HALF.get(config.precision, torch.float32)
+    alone = config.micro / convolutions_alone(config, torch.device(device), dtype, seconds)
+    print(f"  {name:26} {alone:12,.1f} images/s  of it reached {rate / alone:.0%}", flush=True)
+    return {name: alone}
 
 
 def _export(flags: StepFlags, net: nn.Module, size: int, channels: int) -> int:
@@ -183,9 +209,8 @@ def one_worker(config: Config, device: torch.device) -> Iterator[Callable[[], No
     images that lie on the device."""
     alone = Cluster(0, 1, 0, 1, device, (1, 1))
     data, count = config.data, config.batch // config.micro
-    shape = (config.micro, data.channels, data.size, data.size)
     micro = MicroBatch(
-        torch.randn(shape, device=device),
+        random_images(config, device),
         torch.randint(data.classes, (config.micro,), device=device),
         torch.arange(config.micro, device=device),
         0,
@@ -196,7 +221,8 @@ def one_worker(config: Config, device: torch.device) -> Iterator[Callable[[], No
         parts = ending.enter_context(assemble(config, alone, net))
 
         def train() -> None:
-            train_step(parts, [micro] * count, config.batch, lr=0.0, momentum=0.9)
+            # At a rate of 0 the blocks would stay closed: half the gradients would be 0.
+            train_step(parts, [micro] * count, config.batch, lr=0.01, momentum=0.9)
 
         yield train
 

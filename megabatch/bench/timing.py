@@ -1,10 +1,11 @@
-"""How long a call takes: medians, and on a GPU by tens, since the host runs ahead of the device."""
+"""How long a call takes: medians, and on a GPU by tens, since the host runs ahead of the device; on
+a CPU several calls by turns, since others may use it too."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -27,6 +28,28 @@ def time_of(work: Callable[[], object], seconds: float, device: str) -> float:
     while sum(taken) * calls < seconds or len(taken) < 5:
         taken.append(timed())
     return statistics.median(taken)
+
+
+def by_turns(works: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+    """Times of calls on the host that take turns for so long each, so that whatever else the
+    machine does meets all of them; the first ones are not counted."""
+    for work in works.values():
+        for _ in range(3):
+            work()
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    ends, rounds = time.perf_counter() + seconds * len(works), 0
+    while time.perf_counter() < ends or rounds < 5:
+        for name, work in works.items():
+            began = time.perf_counter()
+            work()
+            taken[name].append(time.perf_counter() - began)
+        rounds += 1
+    return taken
+
+
+def times_faster(ours: list[float], theirs: list[float]) -> float:
+    """The median over turns of their time over ours."""
+    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
 
 
 def bandwidth(device: str, seconds: float = 0.5, nbytes: int = 1 << 28) -> float:

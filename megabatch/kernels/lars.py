@@ -18,6 +18,7 @@ from torch import Tensor
 from megabatch.optim.lars_step import Settings
 from megabatch.optim.lars_step import update as update_plain
 from megabatch.optim.layerwise import Adaptation
+from megabatch.optim.layout import dense, laid_alike, laid_as
 
 _CHUNK = 4096
 _WARPS = 8
@@ -50,12 +51,12 @@ def update(
     half precision. A buffer that came in another layout, from a checkpoint, takes its weight's."""
     if not _takes(weights, settings, copies):
         return update_plain(weights, gradients, buffers, settings, good, copies)
-    gradients = [_like(g, w) for g, w in zip(gradients, weights, strict=True)]
+    gradients = [laid_as(g, w) for g, w in zip(gradients, weights, strict=True)]
     if settings.maximize:
         gradients = list(torch._foreach_neg(gradients))
     for buffer, weight in zip(buffers, weights, strict=False):
-        if not _laid_alike(buffer, weight):
-            buffer.data = _like(buffer, weight)
+        if not laid_alike(buffer, weight):
+            buffer.data = laid_as(buffer, weight)
     lists = (weights, gradients, buffers or weights)
     halves = {i: copy.data_ptr() for i, copy in copies}
     addresses = [tensor.data_ptr() for tensors in lists for tensor in tensors]
@@ -111,34 +112,9 @@ def _takes(weights: list[Tensor], settings: Settings, copies: list[tuple[int, Te
         numbers
         and len(dtypes) <= 1
         and dtypes <= _HALF.keys()
-        and all(w.dtype == torch.float32 and _dense(w) for w in weights)
-        and all(_laid_alike(copy, weights[i]) for i, copy in copies)
+        and all(w.dtype == torch.float32 and dense(w) for w in weights)
+        and all(laid_alike(copy, weights[i]) for i, copy in copies)
     )
-
-
-def _dense(tensor: Tensor) -> bool:
-    last = torch.channels_last
-    return tensor.is_contiguous() or (
-        tensor.dim() == 4 and tensor.is_contiguous(memory_format=last)
-    )
-
-
-def _like(tensor: Tensor, weight: Tensor) -> Tensor:
-    """A tensor in its weight's dtype and layout: itself, where it is so."""
-    if tensor.dtype == weight.dtype and _laid_alike(tensor, weight):
-        return tensor
-    return torch.empty_like(weight).copy_(tensor)
-
-
-def _laid_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have one shape and one order in memory; where a dimension has one
-    element any stride will do."""
-    if one.shape != other.shape:
-        return False
-    if one.stride() == other.stride():
-        return True
-    both = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(mine == theirs for size, mine, theirs in both if size > 1)
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,7 +23,7 @@ __all__ = [
     "parameter_groups",
 ]  # fmt: skip
 
-_SHARED = ("groups", "layerwise", "lars_step")
+_SHARED = ("groups", "layerwise", "layout", "lars_host", "lars_step", "norms")
 _HOME = {
     "LARS": "lars",
     "LAMB": "lamb",

@@ -9,16 +9,8 @@ import torch
 from torch import Tensor
 
 from megabatch.optim.groups import Group
-from megabatch.optim.layerwise import (
-    Layerwise,
-    Tensors,
-    adaptation,
-    gated,
-    norms,
-    rate_of,
-    real,
-    together,
-)
+from megabatch.optim.layerwise import Layerwise, adaptation, gated, rate_of, real, together
+from megabatch.optim.norms import Tensors, norms
 
 
 class LAMB(Layerwise):

@@ -1,7 +1,7 @@
 """LARS, Algorithm 1 of You et al. 2017 (1708.03888), and LARC, its authors' later rule.
 
 Goyal et al. 2017 (1706.02677) correct the momentum. The arithmetic of a step is in lars_step.py, or
-in kernels/lars.py where that runs.
+in kernels/lars.py and lars_host.py where those run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megabatch.optim import lars_host
 from megabatch.optim.groups import Group
 from megabatch.optim.lars_step import Settings, Update, update
 from megabatch.optim.layerwise import Layerwise, Number, rate_of, real, together
@@ -37,7 +38,8 @@ class LARS(Layerwise):
     trust: None or 0 turns adaptation off; the pytorch form is then torch.optim.SGD.
     policy: "lars"; or LARC's, which leave decay out of the ratio: "scale" is lr * ratio, "clip" is
         min(lr, ratio).
-    fused: True asks for the Triton kernel, False for foreach, None takes the kernel where it can.
+    fused: True asks for a kernel (Triton's, on a CPU torch's fused SGD, which rounds otherwise than
+        SGD), False for foreach, None takes Triton's where it can.
     Groups may set `adapt` (False: ratio 1) and `share` (their rate as a share of lr). Gradients
     must be unscaled, as GradScaler leaves them: a loss scale would enter the ratio.
     """
@@ -118,7 +120,7 @@ class LARS(Layerwise):
             correction=self._correction(group, rate) if group["momentum_correction"] else 1.0,
         )
         for part in together(group, weights):
-            step = _implementation(group, part)
+            step = self._implementation(group, part)
             seen = step(
                 real(part),
                 real([p.grad for p in part]),  # type: ignore[misc]
@@ -128,6 +130,22 @@ class LARS(Layerwise):
                 [(i, copies[p]) for i, p in enumerate(part) if p in copies] if copies else [],
             )
             self._note(part, seen)
+
+    def _implementation(self, group: Group, weights: list[Tensor]) -> Update:
+        fused = group["fused"]
+        if fused is None and (group["foreach"] is not None or torch.compiler.is_compiling()):
+            fused = False  # the compiler fuses the plain one
+        on_host = fused or (fused is None and self.rounds_freely)
+        if on_host and weights[0].is_cpu and _plain(weights):
+            return lars_host.update
+        found = None if fused is False or not fusable(weights) else kernel()
+        if fused and found is None:
+            raise ValueError(
+                f"fused=True needs plain weights of floating point, on a CPU or, with Triton, on a "
+                f"CUDA device: these are {weights[0].dtype} on {weights[0].device}; leave it at "
+                f"None."
+            )
+        return found or update
 
     def _buffer(self, weight: Tensor) -> Tensor:
         state = self.state[weight]
@@ -183,19 +201,11 @@ def kernel() -> Update | None:
 
 
 def fusable(weights: list[Tensor]) -> bool:
-    """Whether a kernel may take these: plain tensors on CUDA. A shard, say, would lose its norm."""
-    on_cuda = weights[0].device.type == "cuda" and weights[0].is_floating_point()
-    return on_cuda and all(type(weight) in (Tensor, nn.Parameter) for weight in weights)
+    """Whether the kernel may take these: plain tensors on CUDA."""
+    return weights[0].is_cuda and _plain(weights)
 
 
-def _implementation(group: Group, weights: list[Tensor]) -> Update:
-    fused = group["fused"]
-    if fused is None and (group["foreach"] is not None or torch.compiler.is_compiling()):
-        fused = False  # the compiler fuses the plain one
-    found = None if fused is False or not fusable(weights) else kernel()
-    if fused and found is None:
-        raise ValueError(
-            f"fused=True needs plain weights of floating point on a CUDA device, and Triton: these "
-            f"are {weights[0].dtype} on {weights[0].device}; leave it at None."
-        )
-    return found or update
+def _plain(weights: list[Tensor]) -> bool:
+    """Tensors of real numbers and nothing else: a shard, say, would lose its norm."""
+    real = weights[0].is_floating_point()
+    return real and all(type(weight) in (Tensor, nn.Parameter) for weight in weights)

@@ -1,7 +1,8 @@
 """The arithmetic of one step of LARS: `Update` says what it is, `update` does it on any device.
 
-A kernel for CUDA is another `Update`, in `kernels/lars.py`, under the name `update`; this one is
-its plain twin. The ratio is that of You et al. 2017 (1708.03888), or LARC's.
+Kernels are another `Update` each, under the name `update`: in `kernels/lars.py` for CUDA, in
+`lars_host.py` for a CPU; this one is their plain twin. The ratio is that of You et al. 2017
+(1708.03888), or LARC's.
 """
 
 from __future__ import annotations
@@ -11,15 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megabatch.optim.layerwise import (
-    Adaptation,
-    Number,
-    Tensors,
-    adaptation,
-    gated,
-    norms,
-    unrounded,
-)
+from megabatch.optim.layerwise import Adaptation, Number, adaptation, gated, unrounded
+from megabatch.optim.norms import Tensors, norms
 
 
 class Settings(NamedTuple):
@@ -95,7 +89,7 @@ def update(
         updates = torch._foreach_add(updates, weights, alpha=settings.weight_decay)
     seen = None
     if settings.trust is not None:
-        seen = _adaptation(settings, weights, gradients)
+        seen = ratios_of(settings, weights, gradients)
         # The gate goes along in the vector of ratios, which costs no pass over the weights.
         scales = inside * seen.ratio if good is None else inside * seen.ratio * good
         updates = _scaled(updates, scales.unbind(), keep=gradients)
@@ -122,7 +116,8 @@ def update(
     return seen
 
 
-def _adaptation(settings: Settings, weights: list[Tensor], gradients: list[Tensor]) -> Adaptation:
+def ratios_of(settings: Settings, weights: list[Tensor], gradients: list[Tensor]) -> Adaptation:
+    """The ratio of each weight, and the norms that it is made of."""
     weight_norms, gradient_norms = norms(weights, gradients)
     denominators = gradient_norms
     if settings.policy == "lars" and settings.weight_decay != 0:

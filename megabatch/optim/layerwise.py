@@ -15,9 +15,11 @@ from torch import Tensor
 
 from megabatch.optim.groups import Group
 
-Tensors = list[Tensor] | tuple[Tensor, ...]
 Number = float | Tensor
 """a float, or a 0-dim tensor on the device, which the host never reads"""
+
+_CACHED_BYTES = 1 << 20
+"""of weights, beside which lie as many of gradients, momentum and the update"""
 
 # Without the decorator that keeps torch's compiler away from them: it imports the whole of the
 # compiler first, seconds of every start.
@@ -55,6 +57,8 @@ class Layerwise(torch.optim.Optimizer):
     """what a group has beside the settings of the constructor"""
     STATE: ClassVar[tuple[str, ...]] = ()
     """what `state` holds of each weight"""
+    rounds_freely = False
+    """steps on a CPU may round otherwise than torch's own optimisers, if that is faster"""
 
     def __init__(self, params: Iterable[Any], defaults: Group) -> None:
         self._record: list[tuple[list[Tensor], Adaptation]] = []
@@ -176,13 +180,21 @@ def rate_of(group: Group) -> Number:
 
 
 def together(group: Group, weights: list[Tensor]) -> list[list[Tensor]]:
-    """Weights that one call may take together: of one device and dtype."""
+    """Weights that one call may take together: of one device and dtype, and on a CPU no more than
+    its caches hold, so that the second pass over them finds what the first one has read."""
     if group["foreach"] is False and not group["fused"]:
         return [[weight] for weight in weights]
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    full: list[list[Tensor]] = []
+    nbytes = 0
     for weight in weights:
-        lists.setdefault((weight.device, weight.dtype), []).append(weight)
-    return list(lists.values())
+        kind = weight.device, weight.dtype
+        lists.setdefault(kind, []).append(weight)
+        nbytes += weight.nbytes if weight.is_cpu else 0
+        if nbytes >= _CACHED_BYTES:
+            full.append(lists.pop(kind))
+            nbytes = 0
+    return [*full, *lists.values()]
 
 
 def real(tensors: list[Tensor]) -> list[Tensor]:
@@ -196,15 +208,6 @@ def adaptation(ratios: Tensor, weight_norms: Tensor, gradient_norms: Tensor) -> 
     """The ratios, 1 where either norm is 0."""
     both = torch.minimum(weight_norms, gradient_norms) > 0
     return Adaptation(torch.where(both, ratios, 1.0), weight_norms, gradient_norms)
-
-
-def norms(*lists: Tensors) -> tuple[Tensor, ...]:
-    """The 2-norms of each list's tensors, a vector on the device for each list, by one call."""
-    # float64 for every dtype. Summed in float32 on a CPU, the norm of 19 million values is off by
-    # 8e-4, and gradients below 1e-23 have norm 0; in float16 a norm above 65504 is infinite.
-    every = [tensor for tensors in lists for tensor in tensors]
-    vector = torch.stack(torch._foreach_norm(every, 2, dtype=torch.float64))
-    return torch.split(vector, [len(tensors) for tensors in lists])
 
 
 def unrounded(factor: Number, like: Tensor) -> Number:

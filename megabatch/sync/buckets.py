@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.cluster import Cluster
+from megabatch.optim.layout import flat
 from megabatch.sync import control
 from megabatch.sync.choice import HYBRID
 from megabatch.sync.control import Control
@@ -57,6 +58,10 @@ class GradientSum:
         self._cluster = cluster
         self._buckets = buckets_of(parameters, bucket_bytes, tree)
         self._control = TreeSum(control.length(statistics), like, tree)
+        # Where there is nothing to sum, nothing is copied: a CPU takes as long for that as for SGD.
+        alone = cluster.world == 1 and cluster.device.type == "cpu" and not tree
+        self._may_stay = alone and all(p.dtype == dtype for p in parameters)
+        self._stay = False
         self._sums: dict[TreeSum, Tensor] = {}
         self._exposed = Exposed(cluster.device)
         self._taken = 0
@@ -108,6 +113,8 @@ class GradientSum:
         for bucket in self._buckets:
             bucket.begin(count, dealt)
         self._control.begin(count, dealt)
+        self._stay = self._may_stay and count == 1
+        self._changed = False
         self._sums.clear()
         self._left = self._passes = 0
         return dealt
@@ -136,9 +143,12 @@ class GradientSum:
         self._end_pass(counts, statistics)
 
     def _end_pass(self, counts: Tensor, statistics: Tensor | None) -> None:
-        for bucket in self._buckets:
-            if bucket.tree.pushed < self._passes:  # backward did not reach all of its parameters
-                self._collect(bucket)
+        if self._stay:
+            self._squares = self._square_where_they_lie()
+        else:
+            for bucket in self._buckets:
+                if bucket.tree.pushed < self._passes:  # backward did not reach all its parameters
+                    self._collect(bucket)
         row = self._control.fresh()
         none = counts.new_empty(0)
         control.pack_micro_batch(
@@ -158,19 +168,23 @@ class GradientSum:
                 sender = self._planned or self._lane
                 assert sender is not None
                 sender.wait()
-        for bucket in self._buckets:
+        for bucket in self._buckets if not self._stay else ():
             for p, gradient in zip(
                 bucket.parameters, bucket.views(self._sums[bucket.tree]), strict=True
             ):
                 self._masters.get(p, p).grad = gradient
         return Control(self._sums[self._control])
 
-    def scale(self, factor: Tensor | None, good: Tensor) -> None:
-        """After finish(): undo a loss scale, and make gradients 0 where the step does not count."""
-        for bucket in self._buckets:
+    def scale(self, factor: Tensor | None, good: Tensor | None) -> None:
+        """After finish(): undo a loss scale, and make gradients 0 where the step does not count
+        (None: it does)."""
+        sums = self._gradients() if self._stay else [self._sums[b.tree] for b in self._buckets]
+        self._changed = factor is not None or good is not None
+        for total in sums if self._changed else ():
             if factor is not None:
-                self._sums[bucket.tree].mul_(factor)
-            self._sums[bucket.tree].masked_fill_(~good, 0.0)
+                total.mul_(factor)
+            if good is not None:
+                total.masked_fill_(~good, 0.0)
 
     def blocked(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """While this lasts the host waits for other workers outside a sum: the heartbeat watches,
@@ -190,10 +204,25 @@ class GradientSum:
 
     def squared_norm(self) -> Tensor:
         """Of the whole gradient, after finish()."""
+        if self._stay:
+            return self._square_where_they_lie() if self._changed else self._squares
         sums = [self._sums[bucket.tree] for bucket in self._buckets]
         return torch.stack([total.dot(total) for total in sums]).sum()
 
+    def _gradients(self) -> list[Tensor]:
+        """Where backward has left them, 0 where it did not come."""
+        for p in (p for bucket in self._buckets for p in bucket.parameters):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        return [p.grad for bucket in self._buckets for p in bucket.parameters]
+
+    def _square_where_they_lie(self) -> Tensor:
+        runs = map(flat, self._gradients())
+        return torch.stack([run.dot(run) for run in runs]).sum()
+
     def _arrived(self, bucket: Bucket, _: Tensor) -> None:
+        if self._stay:
+            return
         bucket.missing -= 1
         if bucket.missing == 0:
             self._collect(bucket)
