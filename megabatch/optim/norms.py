@@ -41,7 +41,7 @@ def _by_rows(tensor: Tensor) -> Tensor | None:
     numbers = flat(tensor)
     whole = len(numbers) // _ROW * _ROW
     rows = torch.linalg.vector_norm(numbers[:whole].view(-1, _ROW), dim=1)
-    norm = torch.linalg.vector_norm(torch.cat([rows, numbers[whole:]]), dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([rows, numbers[whole:]]), dtype=torch.float64)
     least, most = _SURE
     if least < norm < most or (norm == 0 and not numbers.any()):
         return norm

@@ -211,10 +211,12 @@ class GradientSum:
 
     def _gradients(self) -> list[Tensor]:
         """Where backward has left them, 0 where it did not come."""
+        found = []
         for p in (p for bucket in self._buckets for p in bucket.parameters):
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        return [p.grad for bucket in self._buckets for p in bucket.parameters]
+            found.append(p.grad)
+        return found
 
     def _square_where_they_lie(self) -> Tensor:
         runs = map(flat, self._gradients())
