@@ -25,6 +25,7 @@ from typing import Any
 import tyro
 
 import megabatch as mb
+from megabatch.elastic.processes import children
 
 AT_ONCE = 0.15  # share of kills that do not wait for the recovery from the last
 PATIENCE_SECONDS = 300.0
@@ -45,16 +46,6 @@ def steps_of(out: Path) -> list[tuple[int, int]]:
                 record = json.loads(line)
                 if record["kind"] == "train":
                     found.append((record["step"], record["seen"]))
-    return found
-
-
-def children(parent: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, its_parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if int(its_parent) == parent and state != "Z":
-                found.append(int(stat.parent.name))
     return found
 
 

@@ -35,6 +35,7 @@ import tyro
 from faults import Run, command, steps_of
 
 import megabatch as mb
+from megabatch.elastic.processes import all_processes
 from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
 from megabatch.launch import run_local
@@ -194,14 +195,9 @@ KINDS: dict[str, Callable[[Path, random.Random], str]] = {
 
 def family() -> list[int]:
     """This process and all that come of it, the dead that nobody has buried too."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found = [os.getpid()]
-    for process in found:
-        found += children.get(process, [])
+    found, everyone = [os.getpid()], all_processes()
+    for parent in found:
+        found += [number for number, process in everyone.items() if process.parent == parent]
     return found
 
 

@@ -21,6 +21,7 @@ from megabatch import training
 from megabatch.batch import Stage
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data, LearningRate, OptimizerConfig
+from megabatch.elastic.processes import children
 from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
 from megabatch.launch import run_local
@@ -163,16 +164,6 @@ def undisturbed(folder, config=CONFIG):
 def workers_of(supervisor):
     """The processes that were forked for it, those that have ended left out."""
     return sorted(worker for server in children(supervisor) for worker in children(server))
-
-
-def children(parent):
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, its_parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if int(its_parent) == parent and state != "Z":
-                found.append(int(stat.parent.name))
-    return found
 
 
 @contextlib.contextmanager

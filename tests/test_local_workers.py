@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from started import note_pid
 from waiting import PATIENCE_SECONDS, gone, running, until
 
 from megabatch.cluster import Cluster
+from megabatch.elastic.processes import children
 from megabatch.errors import UserError, WorkerFailed
 from megabatch.launch import run_local
 
@@ -130,20 +130,10 @@ def launcher(call, **options):
 def test_workers_end_with_the_process_that_started_them(tmp_path):
     with launcher(f"run_local(3, started.sleep, {str(tmp_path)!r})") as parent:
         workers = pids(tmp_path, 3)
-        family = [*workers, *children(parent.pid)]
+        servers = children(parent.pid)  # the one that workers are forked from is among them
+        assert servers
         parent.kill()
-    assert gone(family)
-
-
-def children(parent):
-    """The server that workers are forked from is one."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(stat.parent.name))
-    assert found
-    return found
+    assert gone([*workers, *servers])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megabatch.elastic.processes import children
 from megabatch.errors import RunFailed
 
 _LAST_LINES = 60
@@ -172,19 +173,9 @@ class Job:
     def _workers(self) -> list[int]:
         """The processes that train, in the order they were started."""
         assert self._process is not None
-        children = _children()
-        servers = [pid for pid in children.get(self._process.pid, []) if _is_server(pid)]
-        workers = sorted(pid for server in servers for pid in children.get(server, []))
+        servers = [pid for pid in children(self._process.pid) if _is_server(pid)]
+        workers = sorted(pid for server in servers for pid in children(server))
         return workers or [self._process.pid]
-
-
-def _children() -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            found.setdefault(parent, []).append(int(stat.parent.name))
-    return found
 
 
 def _is_server(pid: int) -> bool:

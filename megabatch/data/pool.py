@@ -26,6 +26,7 @@ from typing import IO, Self
 from megabatch.config import Config
 from megabatch.data.shared import SharedOut
 from megabatch.data.slots import Buffer, Layout, Slots
+from megabatch.elastic.processes import look_at
 from megabatch.errors import RunFailed, UserError
 
 REQUEST = struct.Struct("<iiqiiiqq")
@@ -38,7 +39,6 @@ TRAINING, VALIDATION = range(2)
 NO_SLOT = -1
 _LEAST_PIECE, _MOST_PIECE = 16, 64
 _PIPE_BYTES = 1 << 20
-_DEAD = ("", "Z", "X")
 _LOOK_SECONDS = 1.0
 """how often a loop that asks for images looks whether all processes live"""
 STOPPED_SECONDS = 10.0
@@ -257,15 +257,15 @@ class Decoders:
         if now - before < _LOOK_SECONDS:
             return
         self._looked = now
-        first, *others = ((pid, _state(pid)) for pid in self.processes)
-        if first[1] in _DEAD:
+        first, *others = ((pid, look_at(pid)) for pid in self.processes)
+        if first[1] is None or first[1].ended:
             raise self._ended()
-        dead = [pid for pid, state in others if state in _DEAD]
+        dead = [pid for pid, process in others if process is None or process.ended]
         if dead:
             raise RunFailed(
                 f"the decoding process {dead[0]} ended, and images it had were not read"
             )
-        stopped = [str(pid) for pid, state in (first, *others) if state == "T"]
+        stopped = [str(pid) for pid, process in (first, *others) if process and process.stopped]
         if not stopped:
             self._stopped_since = None
         elif self._stopped_since is None or now - before > 3 * _LOOK_SECONDS:
@@ -328,15 +328,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _state(process: int) -> str:
-    """The letter by which the system says what a process does; nothing if it is not there."""
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def _pipe(ending: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:

@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megabatch.elastic.processes import look_at
+
 _PROC = Path("/proc")
 
 
@@ -40,10 +42,5 @@ def _where() -> dict[str, str]:
 
 def _began(pid: int) -> int | None:
     """When a process began, in ticks since boot; None where there is none, or only its remains."""
-    try:
-        words = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return None
-    # After the name, which is in brackets and may hold anything: the state, then numbers.
-    state, *numbers = words.rpartition(")")[2].split()
-    return None if state in "ZX" else int(numbers[18])
+    process = look_at(pid)
+    return None if process is None or process.ended else process.began
