@@ -23,7 +23,7 @@ from megabatch.study import results
 
 pytestmark = [pytest.mark.systems, pytest.mark.timeout(300)]
 
-LAPTOP, PHONE = 1280, 390
+LAPTOP, PHONE = 1200, 390
 HOSTILE = "<img src=x onerror=console.error(1)><script>console.error(2)<\\script>"
 
 
@@ -229,6 +229,9 @@ def test_a_study_is_drawn(browser, study, width, dark):
     assert browser.console == []
     assert browser.requests == [study.resolve().as_uri()]
     assert browser.run("document.documentElement.scrollWidth") == width
+    if width == LAPTOP:  # every section is in sight above
+        hidden = "(n => n.scrollWidth - n.clientWidth)(document.querySelector('nav'))"
+        assert browser.run(hidden) == 0
     boxes = browser.run(
         "[...document.querySelectorAll('.plot svg')].map(s => {"
         " const b = s.getBoundingClientRect();"
