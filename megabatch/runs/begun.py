@@ -42,7 +42,7 @@ def runs_in(path: Path) -> list[Path]:
 def check_place(path: Path, config: Config, resume: bool) -> None:
     """Refuse a folder in which the run of a config cannot begin, or go on."""
     written = path / "config.json"
-    _check_writable(path)
+    check_writable(path)
     if not written.exists():
         return
     if not resume:
@@ -61,12 +61,12 @@ def check_place(path: Path, config: Config, resume: bool) -> None:
         )
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Whether it is a folder to write in, or could be made as one."""
     there = path
     while not there.exists() and there != there.parent:
         there = there.parent
     if not there.is_dir():
-        raise UserError(f"the run folder {path} cannot be written: {there} is not a folder")
+        raise UserError(f"{path} cannot be written: {there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"the run folder {path} cannot be written: {there} may not be written to")
+        raise UserError(f"{path} cannot be written: {there} may not be written to")

@@ -15,8 +15,9 @@ from megabatch.config import Config
 from megabatch.data.named import check_named
 from megabatch.errors import UserError
 from megabatch.models.zoo import check_init
-from megabatch.runs.begun import check_place
-from megabatch.study.trials import is_study
+from megabatch.runs.begun import check_place, check_writable
+from megabatch.study.results import read
+from megabatch.study.trials import Plan, is_study, state
 from megabatch.sync.choice import measured
 from megabatch.verbs.workers import gpus
 
@@ -32,6 +33,15 @@ def check_folder(config: Config, out: Path, resume: bool) -> None:
     if is_study(out):
         raise UserError(f"{out} is the folder of a study: name another --out for a run")
     check_place(out, config, resume)
+
+
+def check_study(plan: Plan, out: Path) -> None:
+    """Where a study begins, or grows: what lies there must be runs of the same recipe."""
+    check_writable(out)
+    if is_study(out):
+        runs = plan.runs(read(out).chosen_factors())
+        for trial in (*plan.probes(), *plan.search(), *runs):
+            state(out / trial.name, trial)
 
 
 def check_workers_here(

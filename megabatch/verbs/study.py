@@ -22,7 +22,7 @@ from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest
 from megabatch.recipes.by_batch import fitted
 from megabatch.study.arms import ARMS
 from megabatch.study.trials import RECIPE, Plan
-from megabatch.verbs.before import check_beginnings, check_workers_here
+from megabatch.verbs.before import check_beginnings, check_study, check_workers_here
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.sizing import doubts, recipe_named, sized
@@ -108,6 +108,7 @@ def _run(arguments: list[str]) -> int:
         count = how_many(flags.workers, flags.device, _WITHOUT_GPU)
         check_workers_here(config, (count,), flags.device)
         check_beginnings(config)
+        check_study(plan, Path(out))
     how, call = (flags.workers, flags.device, _WITHOUT_GPU), (plan, out, flags)
     patience = min(config.patience or math.inf for config in plan.configs.values())
     losses = Losses(flags.max_restarts, silent_seconds=patience)
