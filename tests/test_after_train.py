@@ -286,9 +286,9 @@ def at_rest(wanted=None):
     or what is wanted."""
     deadline, found = time.monotonic() + PATIENCE_SECONDS / 4, [left()]
     while time.monotonic() < deadline and found[-1] != wanted:
-        if wanted is None and len(found) > 10 and all(one == found[-1] for one in found[-10:]):
+        if wanted is None and found[-3:] == 3 * found[-1:]:
             break
-        time.sleep(0.05)
+        time.sleep(0.1)
         found.append(left())
     return found[-1]
 
