@@ -3,6 +3,7 @@ what several files of tests begin with."""
 
 import os
 import shutil
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,10 @@ if shutil.which("nvidia-smi") is None:  # no GPU: kernels run in Triton's interp
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported
 
 from run_folders import Outside, real_run  # not before Triton is told
+
+# What a shell starts in the background ignores Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples every time: what fails here fails again. With --hypothesis-profile new they are
 # drawn anew.

@@ -555,7 +555,7 @@ def test_bundled_machines_survive_their_json(name):
     [
         ("abbci", None, "there is no machine 'abbci': did you mean abci?"),
         ("missing.json", None, "missing.json cannot be read: No such file"),
-        ("wrong.json", "{}", "wrong.json is not a machine.json: its format is None"),
+        ("wrong.json", "{}", "wrong.json is not a machine.json: its format is none"),
         ("broken.json", "{", "broken.json is not a machine.json"),
         ("list.json", '{"format": "megabatch-machine-1", "links": [1]}', "links is .1.: give an"),
     ],
