@@ -362,28 +362,33 @@ def test_a_lost_worker_is_no_failure_of_the_run_it_was_in(tmp_path):
         assert summary["weights_sha256"] == lone.weights_sha256
 
 
-FAILURES = [RunFailed("no room"), RuntimeError("no memory"), LookupError("nothing there")]
+FAILURES = [
+    ("0", RunFailed("no room")),
+    ("1", RunFailed("no room")),
+    ("01", RunFailed("it diverged")),
+    ("1", LookupError("nothing there")),
+    ("0", RuntimeError("no memory")),
+]
 
 
-@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_that_fails_on_one_worker_fails_and_the_others_go_on(rank, error, tmp_path):
+@pytest.mark.parametrize(("ranks", "error"), FAILURES)
+def test_a_run_that_fails_on_one_worker_or_all_fails_and_the_others_go_on(ranks, error, tmp_path):
     """Also where the others were in the middle of a step and know nothing of it."""
     out = tmp_path / "study"
     plan, flags = read_flags("digits", [*SHORT[1:], "--retry"])
-    made = run_local(2, failing_on, rank, error, plan, str(out), flags, losses=Losses(3))
+    made = run_local(2, failing_on, ranks, error, plan, str(out), flags, losses=Losses(3))
     assert made == (True, "finished")
     runs = {run.run.name: run for cell in read(out).cells for run in cell.runs}
     assert runs["256-s0"].finished
     assert str(error).strip("'") in str(runs["64-s0"].failure)
 
 
-def failing_on(rank, error, plan, out, flags):
+def failing_on(ranks, error, plan, out, flags):
     """A worker of a study that fails in the third step of the first run."""
     whole = RunFolder.check
 
     def check(folder):
-        if folder._config.batch == 64 and os.environ["RANK"] == str(rank):
+        if folder._config.batch == 64 and os.environ["RANK"] in ranks:
             check.steps += 1
             if check.steps == 3:
                 raise error

@@ -209,9 +209,12 @@ class Sweep:
     def _ended(self, trial: Trial, failure: str | None) -> None:
         place = self._out / trial.name
         if failure is not None:
-            # Perhaps this worker alone failed, perhaps all, with the same words.
+            # Perhaps this worker alone failed, perhaps all at once: then one of them tells.
             with contextlib.suppress(OSError):
-                write_label(place, trial, failure)
+                held = lock(place / ".failing")
+                if held is not None:
+                    with held:
+                        write_label(place, trial, failure)
         elif self._cluster.first and not self._keep:
             with contextlib.suppress(OSError):
                 remove(place / "checkpoints")
