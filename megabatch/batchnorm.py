@@ -68,10 +68,12 @@ class SpanBatchNorm(_BatchNorm):
             self.statistics = found.mean(0)
             return normal
         # With momentum 1 the "moving averages" that a call updates are the batch's own statistics.
-        found = x.new_zeros(2, groups, self.num_features, dtype=_statistics_dtype(x))
+        dtype = _statistics_dtype(x)
         if groups == 1:
-            self.statistics = found[:, 0]
-            return self._one_span(x, found[0, 0], found[1, 0], self.weight, self.bias)
+            self.statistics = x.new_zeros(2, self.num_features, dtype=dtype)
+            mean, var = self.statistics.unbind()
+            return self._one_span(x, mean, var, self.weight, self.bias)
+        found = x.new_zeros(2, groups, self.num_features, dtype=dtype)
         # A part of the images is a view of them, in any memory layout; their gradients are summed
         # over spans at once.
         rows = [
