@@ -115,6 +115,15 @@ def main():
         print(f"{'':22}" + "".join(f"  {a} {x:.2f} x" for a, x in row["times_faster"].items()))
         sys.stdout.flush()
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    print("\nas docs/performance.md has it:")
+    for row in found["rows"]:
+        print(table_row(row))
+
+
+def table_row(row):
+    cells = [f"{ms:.2f}" for ms in row["ms"].values()]
+    cells += [f"{times:.2f}" for times in row["times_faster"].values()]
+    return f"| {row['case']} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

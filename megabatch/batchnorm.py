@@ -56,7 +56,7 @@ class SpanBatchNorm(_BatchNorm):
         groups, rest = divmod(len(x), span)
         if rest:
             raise ValueError(f"{len(x)} images are not a multiple of the span, {span}")
-        if span * x[0, 0].numel() == 1:
+        if span * x.numel() == x.shape[0] * x.shape[1]:
             raise UserError(
                 "a batch norm sees one value a channel, which has no variance, where a span of one "
                 "image meets features of 1 x 1: raise --span, or --data.size"
