@@ -56,7 +56,7 @@ class SpanBatchNorm(_BatchNorm):
         groups, rest = divmod(len(x), span)
         if rest:
             raise ValueError(f"{len(x)} images are not a multiple of the span, {span}")
-        if span * x[0, 0].numel() == 1:
+        if span * x.numel() == x.shape[0] * x.shape[1]:
             raise UserError(
                 "a batch norm sees one value a channel, which has no variance, where a span of one "
                 "image meets features of 1 x 1: raise --span, or --data.size"
@@ -68,10 +68,12 @@ class SpanBatchNorm(_BatchNorm):
             self.statistics = found.mean(0)
             return normal
         # With momentum 1 the "moving averages" that a call updates are the batch's own statistics.
-        found = x.new_zeros(2, groups, self.num_features, dtype=_statistics_dtype(x))
+        dtype = _statistics_dtype(x)
         if groups == 1:
-            self.statistics = found[:, 0]
-            return self._one_span(x, found[0, 0], found[1, 0], self.weight, self.bias)
+            self.statistics = x.new_zeros(2, self.num_features, dtype=dtype)
+            mean, var = self.statistics.unbind()
+            return self._one_span(x, mean, var, self.weight, self.bias)
+        found = x.new_zeros(2, groups, self.num_features, dtype=dtype)
         # A part of the images is a view of them, in any memory layout; their gradients are summed
         # over spans at once.
         rows = [

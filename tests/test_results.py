@@ -32,6 +32,13 @@ def test_the_step_on_one_gpu():
         assert f"{row['median_ms']:.1f}" in told, row["case"]
 
 
+def test_the_step_on_two_cpu_cores():
+    told = page("docs/performance.md")
+    for row in result("cpu/step.json")["rows"]:
+        cells = [f"{number:.2f}" for number in (*row["ms"].values(), *row["times_faster"].values())]
+        assert f"| {row['case']} | {' | '.join(cells)} |" in told
+
+
 def test_the_loader():
     rates = result("gpu/loader.json")["rates"]
     assert all(f"{rate:,}" in page("results/gpu/README.md") for rate in rates.values())

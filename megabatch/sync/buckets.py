@@ -178,9 +178,12 @@ class GradientSum:
     def scale(self, factor: Tensor | None, good: Tensor | None) -> None:
         """After finish(): undo a loss scale, and make gradients 0 where the step does not count
         (None: it does)."""
-        sums = self._gradients() if self._stay else [self._sums[b.tree] for b in self._buckets]
         self._changed = factor is not None or good is not None
-        for total in sums if self._changed else ():
+        if not self._changed:
+            return
+        for total in (
+            self._gradients() if self._stay else [self._sums[b.tree] for b in self._buckets]
+        ):
             if factor is not None:
                 total.mul_(factor)
             if good is not None:
