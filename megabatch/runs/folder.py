@@ -90,7 +90,7 @@ class State:
         run's."""
         # A checkpoint was always made when all that was due was done, also before it said so; nor
         # did it always say how long training alone had taken.
-        since = {"settled": saved["steps"], "training_seconds": saved["seconds"]}
+        since = {"settled": saved["steps"], "training_seconds": saved.get("seconds", 0.0)}
         state = State(**{**since, **saved, "noise": NoiseScale(**saved["noise"])})
         counts = [state.seen, state.steps, state.settled, state.proposed, state.skipped]
         counts += [state.batch or 0]
