@@ -31,7 +31,7 @@ from megabatch.bench.dataloader import rate_of
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.jpeg import Encoding
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.data.origins import open_origin
 from megabatch.data.packs.making import pack
@@ -139,7 +139,7 @@ def check(packs: dict[str, Path], device: Cluster) -> dict[str, float]:
 
 def first_images(config: Config, cluster: Cluster):
     train, _ = open_sources(config)
-    with Loader(train, None, config, cluster, torch.float32) as loader:
+    with StepLoader(train, None, config, cluster, torch.float32) as loader:
         step = next(steps(config.all_stages, len(train), config.epochs))
         return next(loader.share(step))
 
@@ -167,13 +167,13 @@ class Contender:
     cores: int = CORES
 
     @contextlib.contextmanager
-    def loader(self, device: Cluster) -> Iterator[tuple[Loader, int]]:
+    def loader(self, device: Cluster) -> Iterator[tuple[StepLoader, int]]:
         """The loader, on so many cores and no more, and how many images it has."""
         allowed = os.sched_getaffinity(0)
         os.sched_setaffinity(0, sorted(allowed)[: self.cores])
         try:
             train, _ = open_sources(self.config)
-            with Loader(train, None, self.config, device, torch.float32) as loader:
+            with StepLoader(train, None, self.config, device, torch.float32) as loader:
                 yield loader, len(train)
         finally:
             os.sched_setaffinity(0, allowed)
@@ -187,7 +187,7 @@ def measure(name: str, contender: Contender, device: Cluster, seconds: float) ->
     return round(rate)
 
 
-def batches(loader: Loader, config: Config, images: int):
+def batches(loader: StepLoader, config: Config, images: int):
     for step in steps(config.all_stages, images, config.epochs):
         yield from loader.share(step)
 
@@ -219,7 +219,7 @@ def step_losses(
             train_on(*same)
             yield micro
 
-    def trained(loader: Loader, config: Config, images: int):
+    def trained(loader: StepLoader, config: Config, images: int):
         for batch in batches(loader, config, images):
             train_on(batch.images, batch.labels)
             yield len(batch.images)

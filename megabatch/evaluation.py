@@ -12,7 +12,7 @@ from torch import nn
 
 from megabatch.cluster import Cluster
 from megabatch.config import Config
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.ema import put_averages
 from megabatch.errors import UserError
@@ -67,7 +67,7 @@ def evaluate(
         checkpoint.load_weights(found, net)
         with checkpoint.fitting(found):
             put_averages(net, checkpoint.load_extra(found))
-        loader = Loader(None, val_set, config, cluster, full_dtype(config))
+        loader = StepLoader(None, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
         held_out = loader.validation_images
         if (idle := idle_workers(held_out, config.micro, cluster.world)) is not None:

@@ -13,7 +13,7 @@ import torch
 from megabatch.batch import Step
 from megabatch.batchnorm import InputMoments
 from megabatch.cluster import Cluster
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.keyed import Purpose, keyed, set_positions
 from megabatch.parts import Parts
 from megabatch.precision import autocast
@@ -22,7 +22,7 @@ from megabatch.tree import deal
 
 
 @torch.no_grad()
-def recompute_statistics(parts: Parts, loader: Loader, images: int, cluster: Cluster) -> None:
+def recompute_statistics(parts: Parts, loader: StepLoader, images: int, cluster: Cluster) -> None:
     """Put the statistics over so many training images in the place of the moving averages; every
     worker calls it, and all end with the same bits, on any number of them."""
     moments = InputMoments(parts.net)

@@ -20,7 +20,7 @@ from torch import nn
 from megabatch.batch import Step, count_steps, step_at
 from megabatch.cluster import Cluster
 from megabatch.config import Config
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.data.source import Source
 from megabatch.elastic.worlds import Passage, in_worlds
@@ -155,7 +155,7 @@ def _train(
         recent = () if held is None else held.recent
         log.begin(images, state.seen, folder.for_log, recent, **counts)
         ending.callback(log.close)
-        loader = Loader(train_set, val_set, config, cluster, full_dtype(config))
+        loader = StepLoader(train_set, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
         facts = _facts(config, cluster, train_set, loader)
         notes = (*train_set.notes, *filter(None, [parts.run.how]))
@@ -209,7 +209,7 @@ class _Run:
         config: Config,
         cluster: Cluster,
         parts: Parts,
-        loader: Loader,
+        loader: StepLoader,
         folder: RunFolder,
         log: Log,
         state: State,
@@ -399,7 +399,7 @@ class _Run:
         return summary
 
 
-def _facts(config: Config, cluster: Cluster, source: Source, loader: Loader) -> Facts:
+def _facts(config: Config, cluster: Cluster, source: Source, loader: StepLoader) -> Facts:
     """What the verdict's advice depends on."""
     return Facts(
         threads=loader.threads,

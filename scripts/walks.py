@@ -151,7 +151,7 @@ def image_walk(path: str) -> list[tuple[str, str]]:
     # Of training's: the last ones that were read are of the evaluation.
     reading, handing, passing = (
         calls_of(trace.events, function)[0]
-        for function in ("ThreadReader._timed", "Loader._prepare", "_pass")
+        for function in ("ThreadReader._timed", "StepLoader._prepare", "_pass")
     )
     # Where the loss is handed over the image's walk ends and the gradient's begins.
     over = next(i for i, event in enumerate(passing) if event.file.startswith("sync/"))

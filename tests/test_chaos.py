@@ -19,7 +19,7 @@ import pytest
 from waiting import PATIENCE_SECONDS, state, until
 
 from megabatch.chaos.faults import KINDS, Ask, Damage, Fill, Kill, Stop, schedule
-from megabatch.chaos.job import Job, small_disk
+from megabatch.chaos.job import TrainingJob, small_disk
 from megabatch.chaos.rounds import disturbed, undisturbed
 from megabatch.cli import main
 from megabatch.durable import write_whole
@@ -58,7 +58,7 @@ print(json.dumps({{"weights_sha256": "abc", "steps": {STEPS}, "seen": {10 * STEP
 
 
 def job(out, script=COUNTING, disk=None):
-    return Job([sys.executable, "-c", script], out, disk)
+    return TrainingJob([sys.executable, "-c", script], out, disk)
 
 
 WHOLE = {"weights_sha256": "abc", "steps": STEPS, "seen": 10 * STEPS}

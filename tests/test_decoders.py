@@ -29,7 +29,7 @@ from megabatch.data import pool
 from megabatch.data.crop import crop_draws
 from megabatch.data.decoded import bring_to_size
 from megabatch.data.jpeg import BadImage, Workspace, head_of, pixels, region, scaling
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.data.packs.reading import Pack
 from megabatch.data.pool import TRAINING, Decoders
@@ -51,7 +51,7 @@ def packs(tmp_path_factory):
 def loading(path, **data):
     config = replace(CONFIG, data=replace(PHOTOS, path=str(path), **data))
     train, val = open_sources(config)
-    loader = Loader(train, val, config, ALONE, torch.float32)
+    loader = StepLoader(train, val, config, ALONE, torch.float32)
     with loader:
         yield loader, list(steps(config.all_stages, len(train), config.epochs))
 
@@ -189,7 +189,7 @@ def test_images_that_are_gone_when_the_processes_open_them(packs, tmp_path):
     config = replace(CONFIG, data=replace(PHOTOS, path=str(path)))
     train, _ = open_sources(config)
     path.unlink()
-    loader = Loader(train, None, config, ALONE, torch.float32)
+    loader = StepLoader(train, None, config, ALONE, torch.float32)
     with contextlib.closing(loader), pytest.raises(UserError, match="there is no file"):
         list(loader.share(Step(0, 0, 40, 0.0, 0)))
 
@@ -322,7 +322,7 @@ def test_processes_are_started_where_there_is_enough_to_read(packs):
     config = replace(CONFIG, data=replace(PHOTOS, path=str(packs / "set"), processes="auto"))
     train, val = open_sources(config)
     for epochs, expected in ((2, False), (50_000 // len(train) + 1, True)):
-        loader = Loader(train, val, replace(config, epochs=epochs), ALONE, torch.float32)
+        loader = StepLoader(train, val, replace(config, epochs=epochs), ALONE, torch.float32)
         with contextlib.closing(loader):
             assert (loader._decoders is not None) == expected
 

@@ -16,7 +16,7 @@ from megabatch.cli import main
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.jpeg import Encoding
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources, staged
 from megabatch.data.origins import open_origin
 from megabatch.data.packs.making import pack
@@ -45,7 +45,7 @@ def stream(source, config, world, at=(0, 0)):
     found = {}
     with contextlib.ExitStack() as ending:
         loaders = [
-            ending.enter_context(Loader(source, None, config, worker(r, world), torch.float32))
+            ending.enter_context(StepLoader(source, None, config, worker(r, world), torch.float32))
             for r in range(world)
         ]
         for step in steps(config.all_stages, len(source), config.epochs, *at):
@@ -104,7 +104,7 @@ def test_epochs_differ_in_order():
 def test_a_batch_that_nobody_foresaw_is_read_all_the_same():
     """As when the batch follows the noise."""
     source = Numbered(40)
-    loader = Loader(source, None, CONFIG, worker(), torch.float32)
+    loader = StepLoader(source, None, CONFIG, worker(), torch.float32)
     seen, rows = 0, []
     for index, batch in enumerate((8, 16, 4, 12, 8)):
         for micro in loader.share(Step(index, seen, batch, 0.0, 0)):
@@ -128,7 +128,7 @@ def read(path, world=1, at=(0, 0), **data):
     found = []
     with contextlib.ExitStack() as ending:
         loaders = [
-            ending.enter_context(Loader(train, None, config, worker(r, world), torch.float32))
+            ending.enter_context(StepLoader(train, None, config, worker(r, world), torch.float32))
             for r in range(world)
         ]
         for step in steps(config.all_stages, len(train), config.epochs, *at):
@@ -181,7 +181,7 @@ def test_validation_counts_every_image_once(packs, world):
     config = replace(CONFIG, data=replace(PHOTOS, path=str(packs / "jpeg.arrow")))
     _, val = open_sources(config)
     expected = val.read(torch.arange(9), None)[1]
-    loaders = [Loader(None, val, config, worker(r, world), torch.float32) for r in range(world)]
+    loaders = [StepLoader(None, val, config, worker(r, world), torch.float32) for r in range(world)]
     parts = [list(loader.validation()) for loader in loaders]
     for loader in loaders:
         loader.close()
@@ -209,7 +209,7 @@ def test_waiting_is_measured_and_reads_further_ahead():
 
     source = Slow(400)
     config = replace(CONFIG, data=replace(PHOTOS, threads=1))
-    with Loader(source, None, config, worker(), torch.float32) as loader:
+    with StepLoader(source, None, config, worker(), torch.float32) as loader:
         run = iter(steps(config.all_stages, 400, 1))
         while loader._ahead == 2:
             assert len(list(loader.share(next(run)))) == 2

@@ -10,7 +10,7 @@ import torch
 from megabatch.batch import Step
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 
 pytestmark = [
@@ -42,7 +42,7 @@ def read(config, kind, batches, lag=0):
     validation after each step."""
     train, val = open_sources(config)
     found, valid, seen = [], [], 0
-    with contextlib.closing(Loader(train, val, config, cluster(kind), torch.float32)) as loader:
+    with contextlib.closing(StepLoader(train, val, config, cluster(kind), torch.float32)) as loader:
         for index, batch in enumerate(batches):
             for micro in loader.share(Step(index, seen, batch, 0.0, 0)):
                 if lag:

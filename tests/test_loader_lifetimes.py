@@ -19,7 +19,7 @@ from ranks import run_ranks
 from megabatch.batch import steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.data.pool import Decoders
 from megabatch.data.slots import Layout, Slots
@@ -77,7 +77,7 @@ def use(packs, kind, cluster=ALONE, **changes):
     path = "" if not name else str(packs / name)
     config = replace(CONFIG, data=replace(PHOTOS, **{"path": path, **data, **changes}))
     train, val = open_sources(config, Own() if name is None else None)
-    with Loader(train, val, config, cluster, torch.float32) as loader:
+    with StepLoader(train, val, config, cluster, torch.float32) as loader:
         for step in list(steps(config.all_stages, len(train), config.epochs))[:3]:
             assert list(loader.share(step))
         assert list(loader.validation())
@@ -125,10 +125,10 @@ def test_a_loader_that_nobody_closed_is_closed_with_a_warning(packs, processes):
     data = replace(PHOTOS, path=str(packs / "jpeg.arrow"), processes=processes)
     config = replace(CONFIG, data=data)
     train, val = open_sources(config)
-    loader = Loader(train, val, config, ALONE, torch.float32)
+    loader = StepLoader(train, val, config, ALONE, torch.float32)
     list(loader.share(next(steps(config.all_stages, len(train), 1))))
     del train, val
-    with pytest.warns(ResourceWarning, match="Loader was not closed"):
+    with pytest.warns(ResourceWarning, match="loader was not closed"):
         del loader
         gc.collect()
     assert taken() == before
@@ -150,11 +150,11 @@ def test_a_loader_that_cannot_be_made_leaves_nothing(packs, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(packs / "no-python"))
         with pytest.raises(FileNotFoundError):
-            Loader(train, val, config, ALONE, torch.float32)
+            StepLoader(train, val, config, ALONE, torch.float32)
     assert taken() == before
     never = replace(config, data=replace(config.data, resident="always", path=str(packs / "set")))
     with pytest.raises(UserError, match="is for packs"):
-        Loader(open_sources(never)[0], None, never, ALONE, torch.float32)
+        StepLoader(open_sources(never)[0], None, never, ALONE, torch.float32)
     assert taken() == before
 
 
@@ -164,7 +164,7 @@ def test_a_run_that_failed_leaves_nothing(packs):
         CONFIG, data=replace(PHOTOS, path=str(packs / "jpeg.arrow"), processes="always")
     )
     train = open_sources(config)[0]
-    with pytest.raises(RunFailed), Loader(train, None, config, ALONE, torch.float32) as loader:
+    with pytest.raises(RunFailed), StepLoader(train, None, config, ALONE, torch.float32) as loader:
         for process in loader._decoders.processes:
             os.kill(process, 9)
         list(loader.share(next(steps(config.all_stages, len(train), 1))))

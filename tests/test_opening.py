@@ -18,7 +18,7 @@ from megabatch.cli import main
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.jpeg import Encoding
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.data.origins import expanding, open_origin
 from megabatch.data.packs.making import pack
@@ -145,7 +145,7 @@ def read_all(cluster, path, processes="never"):
     """Positions, images and labels of this worker, and the labels it validates."""
     config = config_of(path, skip_bad=4, processes=processes)
     train, val = open_sources(config, cluster=cluster)
-    with Loader(train, val, config, cluster, torch.float32) as loader:
+    with StepLoader(train, val, config, cluster, torch.float32) as loader:
         rows = [
             (micro.first, micro.images.clone(), micro.labels.clone())
             for step in steps(config.all_stages, len(train), config.epochs)
@@ -291,7 +291,7 @@ def test_a_tar_in_a_tar_in_disguise(tmp_path):
 def read_on_while_it_is_cut_off(path, processes):
     config = config_of(path, processes=processes, resident="never")
     train, val = open_sources(config)
-    with Loader(train, val, config, ALONE, torch.float32) as loader:
+    with StepLoader(train, val, config, ALONE, torch.float32) as loader:
         list(loader.share(Step(0, 0, 12, 0.0, 0)))
         os.truncate(path, 5000)
         for index in range(1, 1000):

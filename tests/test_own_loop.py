@@ -127,6 +127,6 @@ def test_mistakes_are_one_sentence():
 
 def test_one_that_is_forgotten_says_so():
     loader = mb.Loader(PAIR, batch=16, cluster=worker())
-    with pytest.warns(ResourceWarning, match="a Loader was not closed"):
+    with pytest.warns(ResourceWarning, match="a loader was not closed"):
         del loader
         gc.collect()

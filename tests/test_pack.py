@@ -694,13 +694,13 @@ import torch
 from megabatch.config import Config, Data
 from megabatch.cluster import Cluster
 from megabatch.batch import Step
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 before = held(os.getpid())
 data = Data(path={str(tmp_path / "a.arrow")!r}, size=8, channels=3, threads=2)
 config = Config(batch=64, micro=32, data=data, epochs=20).check()
 train, val = open_sources(config)
-loader = Loader(train, val, config, Cluster.from_env(device="cpu"), torch.float32)
+loader = StepLoader(train, val, config, Cluster.from_env(device="cpu"), torch.float32)
 assert loader.readers == "processes"
 for step in range(8):
     for micro in loader.share(Step(step, 64 * step + 10**6, 64, 1.0, 0)):

@@ -28,7 +28,7 @@ from megabatch.planner.pace import expected_maximum
 from megabatch.planner.run import Job
 from megabatch.planner.search import candidates, compare
 from megabatch.planner.settings import LANES, PLANNED, Setting
-from megabatch.planner.step import Bucket, arrival, buckets, held_up, send, step
+from megabatch.planner.step import SentBucket, arrival, buckets, held_up, send, step
 from megabatch.plans import HIERARCHICAL, RING, TORUS, through
 from megabatch.report import tables
 from megabatch.sync.execute import LANES as ENGINE_LANES
@@ -258,17 +258,17 @@ def test_blocks_of_ranks_count_what_leaves_them():
 
 
 def test_one_bucket_is_the_closed_form():
-    made = step(0.3, 1, [Bucket(1e6, 1.0)], Price(0.01, 1e-7))
+    made = step(0.3, 1, [SentBucket(1e6, 1.0)], Price(0.01, 1e-7))
     assert made.exposed_seconds == pytest.approx(0.01 + 0.1)
     assert made.seconds == pytest.approx(0.3 + 0.11)
-    early = step(0.3, 1, [Bucket(1e6, 0.2)], Price(0.01, 1e-7))
+    early = step(0.3, 1, [SentBucket(1e6, 0.2)], Price(0.01, 1e-7))
     assert early.exposed_seconds == 0.0
 
 
 @st.composite
 def some_buckets(draw):
     ready = sorted(draw(st.lists(st.floats(0, 1), min_size=1, max_size=12)))
-    return [Bucket(draw(st.floats(1, 1e8)), share) for share in ready]
+    return [SentBucket(draw(st.floats(1, 1e8)), share) for share in ready]
 
 
 prices = st.builds(Price, *[st.floats(0, 0.01), st.floats(0, 1e-8)] * 2)
@@ -296,27 +296,28 @@ def test_a_slower_wire_never_makes_a_step_faster(full, cost, factor):
 
 
 def test_buckets_leave_in_order_when_full_and_when_the_wire_is_free():
-    sent = send([Bucket(100, 0.5), Bucket(100, 0.6), Bucket(100, 1.0)], Price(1, 0.01), 0.0, 10.0)
+    full = [SentBucket(100, ready) for ready in (0.5, 0.6, 1.0)]
+    sent = send(full, Price(1, 0.01), 0.0, 10.0)
     assert [(b.start, b.end) for b in sent] == [(5, 7), (7, 9), (10, 12)]
-    both = send([Bucket(100, 0.5), Bucket(100, 0.6)], Price(1, 0.01), 0.0, 10.0, lanes=2)
+    both = send(full[:2], Price(1, 0.01), 0.0, 10.0, lanes=2)
     assert [(b.start, b.end) for b in both] == [(5, 7), (6, 8)]
 
 
 def test_sending_takes_from_backward_what_the_cores_do_for_it():
     cost = Price(1.0, 0.04, message_work=1.0, byte_work=0.01)  # 4 s on the wire, 2 s of the cores
-    first, last = send([Bucket(100, 0.5), Bucket(100, 1.0)], cost, 0.0, 10.0)
+    first, last = send([SentBucket(100, 0.5), SentBucket(100, 1.0)], cost, 0.0, 10.0)
     assert (first.start, first.off_wire, first.end, first.work) == (5.0, 9.0, 10.0, 2.0)
     assert last.ready == last.start == 12.0  # at half pace while the first was on the wire
     assert held_up(5.0, [first]) == 5.0
     assert held_up(6.0, [first]) == 7.0
     # cores that do nothing but send for 5 s
     flooded = cost._replace(byte_work=0.04)
-    first, last = send([Bucket(100, 0.5), Bucket(100, 1.0)], flooded, 0.0, 10.0)
+    first, last = send([SentBucket(100, 0.5), SentBucket(100, 1.0)], flooded, 0.0, 10.0)
     assert (first.off_wire, last.ready) == (10.0, 15.0)
     # backward is over after 15 s, but the step is not before its last bucket is there
-    made = step(15.0, 1, [Bucket(100, 0.0)], cost)
+    made = step(15.0, 1, [SentBucket(100, 0.0)], cost)
     assert made.exposed_seconds == pytest.approx(2.0)
-    assert step(15.0, 1, [Bucket(100, 1.0)], cost).exposed_seconds == pytest.approx(5.0)
+    assert step(15.0, 1, [SentBucket(100, 1.0)], cost).exposed_seconds == pytest.approx(5.0)
 
 
 def test_buckets_hold_all_gradients_once():
@@ -351,7 +352,7 @@ def test_the_quick_way_through_a_step_is_the_long_one():
 
 
 def test_multiprocessors_that_send_do_not_compute():
-    full, cost = [Bucket(1e6, 0.5)], Price(0.01, 1e-8)  # 20 ms under way, hidden
+    full, cost = [SentBucket(1e6, 0.5)], Price(0.01, 1e-8)  # 20 ms under way, hidden
     free = step(0.3, 1, full, cost)
     held = step(0.3, 1, full, cost, sending_share=0.25)
     assert held.seconds - free.seconds == pytest.approx(0.25 * 0.02)

@@ -12,7 +12,7 @@ from megabatch.runs.progress import (
     Bar,
     Due,
     Lines,
-    Pace,
+    SmoothSpeed,
     Standing,
     clock,
     counted,
@@ -70,7 +70,7 @@ def test_what_is_soon_over_has_no_line():
 
 
 def test_a_pace_forgets():
-    pace = Pace()
+    pace = SmoothSpeed()
     assert pace.images_per_second == 0
     for _ in range(10):
         pace.add(100, 1.0)

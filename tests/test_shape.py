@@ -159,6 +159,15 @@ def test_private_names_stay_at_home():
     } == {}
 
 
+def test_no_two_classes_have_one_name():
+    at: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                at.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in at.items() if len(modules) > 1} == {}
+
+
 def test_there_is_one_training_step():
     """Whoever runs backward or an optimizer in the package does it through train_step, but for the
     rival that it is measured against."""

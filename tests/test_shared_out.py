@@ -19,7 +19,7 @@ from megabatch.batch import Stage, Step, steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data import shared
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.data.packs.reading import Pack
 from megabatch.data.pool import TRAINING, VALIDATION, Decoders
@@ -45,7 +45,7 @@ def packs(tmp_path_factory):
 def loading(cluster, path, **data):
     config = replace(CONFIG, data=replace(PHOTOS, path=str(path), **data))
     train, val = open_sources(config)
-    loader = Loader(train, val, config, cluster, torch.float32)
+    loader = StepLoader(train, val, config, cluster, torch.float32)
     try:
         yield loader
     finally:

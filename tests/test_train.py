@@ -13,7 +13,7 @@ from megabatch import models
 from megabatch.batch import Stage
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data, LearningRate, OptimizerConfig
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.errors import UserError
 from megabatch.launch import run_local
@@ -137,7 +137,7 @@ def batches(config, steps):
     """Everything this worker's loader gives, by position of the first image."""
     cluster = Cluster.from_env()
     source, _ = open_sources(config)
-    loader = Loader(source, None, config, cluster, torch.float32)
+    loader = StepLoader(source, None, config, cluster, torch.float32)
     mine = {}
     for step in steps:
         for micro in loader.share(step):
@@ -167,7 +167,7 @@ def scores(sizes):
     for size in sizes:
         images = [(torch.full((1, 8, 8), float(i)), i % 10) for i in range(size)]
         _, source = open_sources(CONFIG, (images, images))
-        loader = Loader(None, source, CONFIG, cluster, torch.float32)
+        loader = StepLoader(None, source, CONFIG, cluster, torch.float32)
         found.append(score(FirstPixel(), loader.validation(), size, CONFIG, cluster))
         loader.close()
     return found

@@ -15,7 +15,7 @@ from waiting import PATIENCE_SECONDS, until
 from megabatch.batch import steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.source import InMemory
 from megabatch.launch import run_local
 from megabatch.runs.verdict import (
@@ -93,7 +93,7 @@ def measured(source, before, micro_batches=9):
     the number of each micro-batch before that is asked for."""
     config = Config(batch=4, micro=4, span=4, epochs=20, data=Data(size=2, threads=1))
     alone = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
-    loader = Loader(source, None, config, alone, torch.float32)
+    loader = StepLoader(source, None, config, alone, torch.float32)
     try:
         seen = []
         for step in list(steps(config.all_stages, 512, 1))[:micro_batches]:

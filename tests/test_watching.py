@@ -158,6 +158,14 @@ def test_nothing_known_is_no_progress(tmp_path):
     assert odd.look() and odd.share == 0.0
 
 
+def test_a_run_that_has_only_written_its_config_is_not_given_up(tmp_path):
+    from megabatch.verbs.watch import Watched
+
+    (tmp_path / "config.json").write_text("{}")
+    begun = Watched(tmp_path, PATIENCE_SECONDS)
+    assert begun.look() and begun.state == "running"
+
+
 def test_mistakes_are_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     for arguments in (["watch"], ["watch", "file"], ["watch", "run", "--every", "0"]):

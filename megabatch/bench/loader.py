@@ -31,7 +31,7 @@ from megabatch.bench import dataloader
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.jpeg import Encoding
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.data.origins import open_origin
 from megabatch.data.packs.making import pack
@@ -71,7 +71,7 @@ class LoaderFlags:
 
 
 @dataclass(frozen=True)
-class Row:
+class Measured:
     """One contender; rates in images a second."""
 
     images: str
@@ -192,7 +192,7 @@ def _contenders(
 def _ours(data: Data, micro: int, cluster: Cluster, seconds: float) -> float:
     config = Config(batch=micro, micro=micro, span=micro, epochs=1e9, data=data)
     train, _ = open_sources(config)
-    with Loader(train, None, config, cluster, torch.float32) as loader:
+    with StepLoader(train, None, config, cluster, torch.float32) as loader:
         batches = (
             len(batch.images)
             for step in steps(config.all_stages, len(train), config.epochs)
@@ -236,7 +236,7 @@ def _pixels(image: bytes) -> int:
 # --- the result --------------------------------------------------------------------------------
 
 
-def _rows(rates: dict[tuple[str, str], list[float]]) -> list[Row]:
+def _rows(rates: dict[tuple[str, str], list[float]]) -> list[Measured]:
     middle = {name: statistics.median(values) for name, values in rates.items()}
     rows = []
     for (images, loader), values in rates.items():
@@ -244,7 +244,7 @@ def _rows(rates: dict[tuple[str, str], list[float]]) -> list[Row]:
         usual = middle.get((images, "DataLoader, Pillow"))
         rate = middle[images, loader]
         rows.append(
-            Row(
+            Measured(
                 images,
                 loader,
                 round(rate, 1),
@@ -257,7 +257,7 @@ def _rows(rates: dict[tuple[str, str], list[float]]) -> list[Row]:
     return rows
 
 
-def _show(rows: list[Row]) -> None:
+def _show(rows: list[Measured]) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("images", "loader"):
         table.add_column(name)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from megabatch.batch import Step
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
-from megabatch.data.loader import Loader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.errors import DONE, UserError
 from megabatch.parts import assemble, prepared
@@ -84,7 +84,7 @@ def first_step(flags: RatioFlags, model: str) -> list[dict[str, Any]]:
         train_set, val_set = open_sources(config, None, cluster)
         net = ending.enter_context(prepared(config, cluster, train_set.classes))
         parts = ending.enter_context(assemble(config, cluster, net))
-        loader = Loader(train_set, val_set, config, cluster, full_dtype(config))
+        loader = StepLoader(train_set, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
         share = loader.share(Step(index=0, seen=0, batch=flags.batch, epoch=0.0, stage=0))
         train_step(parts, share, flags.batch, lr=0.0, momentum=0.0)  # a rate of 0 moves nothing

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from megabatch.chaos.job import Job
+from megabatch.chaos.job import TrainingJob
 
 
 class Fault(Protocol):
@@ -18,7 +18,7 @@ class Fault(Protocol):
     @property
     def at(self) -> float: ...
 
-    def strike(self, job: Job) -> None: ...
+    def strike(self, job: TrainingJob) -> None: ...
 
     def __str__(self) -> str: ...
 
@@ -30,7 +30,7 @@ class Kill:
     at: float
     worker: int | None
 
-    def strike(self, job: Job) -> None:
+    def strike(self, job: TrainingJob) -> None:
         if self.worker is None:
             job.kill()
         else:
@@ -48,7 +48,7 @@ class Stop:
     worker: int
     seconds: float | None
 
-    def strike(self, job: Job) -> None:
+    def strike(self, job: TrainingJob) -> None:
         job.signal(self.worker, signal.SIGSTOP, self.seconds)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Ask:
     worker: int
     number: signal.Signals
 
-    def strike(self, job: Job) -> None:
+    def strike(self, job: TrainingJob) -> None:
         job.signal(self.worker, self.number)
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Damage:
     byte: float
     how: str
 
-    def strike(self, job: Job) -> None:
+    def strike(self, job: TrainingJob) -> None:
         job.kill()
         job.ended()
         saved = sorted((job.out / "checkpoints").glob("seen-*"))
@@ -111,7 +111,7 @@ class Fill:
 
     at: float
 
-    def strike(self, job: Job) -> None:
+    def strike(self, job: TrainingJob) -> None:
         job.fill_disk()
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ _LAST_LINES = 60
 _TAIL_BYTES = 1 << 16
 
 
-class Job:
+class TrainingJob:
     """A run that is begun, disturbed, and begun again."""
 
     def __init__(self, command: Sequence[str], out: Path, disk: Path | None = None) -> None:
@@ -42,7 +42,7 @@ class Job:
         self.result: dict[str, Any] = {}
         """what it printed last, by --json"""
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> TrainingJob:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megabatch.chaos.faults import Fault
-from megabatch.chaos.job import Job
+from megabatch.chaos.job import TrainingJob
 from megabatch.errors import DONE, FAILED, MISTAKE, STOPPED, RunFailed
 
 _LOOK_SECONDS = 0.01
@@ -38,7 +38,7 @@ def _never() -> bool:
     return False
 
 
-def undisturbed(job: Job, stop: Stop = _never) -> dict[str, Any]:
+def undisturbed(job: TrainingJob, stop: Stop = _never) -> dict[str, Any]:
     """The summary of a run that nothing happens to."""
     with job:
         job.start(resume=False)
@@ -50,7 +50,7 @@ def undisturbed(job: Job, stop: Stop = _never) -> dict[str, Any]:
 
 
 def disturbed(
-    job: Job,
+    job: TrainingJob,
     faults: Sequence[tuple[str, Fault]],
     whole: dict[str, Any],
     say: Say,

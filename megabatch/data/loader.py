@@ -54,7 +54,7 @@ class MicroBatch:
     """the first position, on the host"""
 
 
-class Loader:
+class StepLoader:
     """Images of one worker on its device: of training, augmented, and of validation.
 
     `waited_seconds` is how long the training loop has waited for images so far (the first
@@ -337,6 +337,6 @@ class Loader:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
             try:
-                warnings.warn("a Loader was not closed", ResourceWarning, source=self, stacklevel=2)
+                warnings.warn("a loader was not closed", ResourceWarning, source=self, stacklevel=2)
             finally:  # also where warnings are errors
                 self.close()

@@ -17,7 +17,7 @@ from torch import Tensor
 from megabatch.batch import Stage, step_at
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
-from megabatch.data.loader import Loader as StepLoader
+from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.errors import UserError
 

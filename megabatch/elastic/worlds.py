@@ -25,14 +25,14 @@ class Regroup(Exception):
         self.workers = workers
 
 
-class Memory(Protocol):
+class HeldState(Protocol):
     """The state of a run as one worker holds it."""
 
     @property
     def standing(self) -> Standing: ...
 
 
-M = TypeVar("M", bound=Memory)
+M = TypeVar("M", bound=HeldState)
 
 
 class Passage(Generic[M]):

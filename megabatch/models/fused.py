@@ -16,7 +16,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from megabatch.kernels import fold, gram, stem
 from megabatch.kernels.batchnorm import affine_of_slots
 from megabatch.kernels.batchnorm_backward import join
-from megabatch.models.fused_blocks import BasicBlock, Block, Bottleneck, Convolution, Norm, Pair
+from megabatch.models.fused_blocks import (
+    Block,
+    Convolution,
+    FusedBasicBlock,
+    FusedBottleneck,
+    Norm,
+    Pair,
+)
 
 
 class Handover:
@@ -183,9 +190,9 @@ class ResNetPass:
                     pairs.append(pair(block.conv3, block.bn3))
                     products = [pairs[2], *([shortcut] if shortcut else [])]
                     gram_form = all(map(_applies, products)) and wide(block.conv3.in_channels)
-                    self._blocks.append(Bottleneck(pairs, shortcut, gram_form))
+                    self._blocks.append(FusedBottleneck(pairs, shortcut, gram_form))
                 else:
-                    self._blocks.append(BasicBlock(pairs, shortcut))
+                    self._blocks.append(FusedBasicBlock(pairs, shortcut))
         fc: Any = net.fc
         self._fc, self._fc_half = fc, fc.weight.detach().to(dtype)
         convolutions = [self._stem[0], *(conv for b in self._blocks for conv, _ in b.all_pairs())]

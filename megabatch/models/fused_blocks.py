@@ -97,7 +97,7 @@ class Block:
         raise NotImplementedError
 
 
-class Bottleneck(Block):
+class FusedBottleneck(Block):
     """1x1, 3x3, 1x1 and the shortcut. Where `wide`, the last batch norm and the shortcut's are
     taken from Gram matrices."""
 
@@ -184,7 +184,7 @@ class Bottleneck(Block):
         return d_x, slots, found
 
 
-class BasicBlock(Block):
+class FusedBasicBlock(Block):
     """Two 3x3 convolutions and the shortcut."""
 
     def forward(self, ctx: Any, x: Tensor, span: int, statistics: Tensor) -> Tensor:

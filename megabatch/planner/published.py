@@ -23,7 +23,7 @@ from megabatch.plans import PLANS
 
 
 @dataclass(frozen=True)
-class Row:
+class Claim:
     """One published number and the planner's."""
 
     paper: str
@@ -83,7 +83,7 @@ def replay(
     return job.forecast(setting, reference_batch)
 
 
-def rows(machines: dict[str, Machine] = MACHINES) -> list[Row]:
+def rows(machines: dict[str, Machine] = MACHINES) -> list[Claim]:
     """All of them, paper by paper; other constants may be tried with other machines."""
     return [
         *_goyal(machines["bigbasin-p100"]),
@@ -100,17 +100,17 @@ def rows(machines: dict[str, Machine] = MACHINES) -> list[Row]:
     ]
 
 
-def _points(paper: str, what: str, published: float, found: Forecast, remark: str = "") -> Row:
-    return Row(paper, what, "%", published, 100 * found.efficiency, 6.0, remark)
+def _points(paper: str, what: str, published: float, found: Forecast, remark: str = "") -> Claim:
+    return Claim(paper, what, "%", published, 100 * found.efficiency, 6.0, remark)
 
 
-def _minutes(paper: str, what: str, published: float, found: Forecast, remark: str = "") -> Row:
+def _minutes(paper: str, what: str, published: float, found: Forecast, remark: str = "") -> Claim:
     interval = (found.interval[0] / 60, found.interval[1] / 60)
-    return Row(paper, what, "min", published, found.seconds_to_target / 60, None, remark,
+    return Claim(paper, what, "min", published, found.seconds_to_target / 60, None, remark,
                interval=interval)  # fmt: skip
 
 
-def _goyal(machine: Machine) -> Iterator[Row]:
+def _goyal(machine: Machine) -> Iterator[Claim]:
     setting = Setting("three_phase", (32, 8), 1e-6, lanes=2)
     found = replay(machine, 256, 8192, setting, reference_batch=256)
     yield _points("Goyal 2017", "256 P100, efficiency from 8", 90.0, found)
@@ -123,13 +123,13 @@ def _goyal(machine: Machine) -> Iterator[Row]:
     )
 
 
-def _akiba(machine: Machine) -> Iterator[Row]:
+def _akiba(machine: Machine) -> Iterator[Claim]:
     setting = Setting("ring", (1, 1024), inf, "fp16", overlap=False)
     found = replay(machine, 1024, 32768, setting, reference_batch=256)
     yield _points("Akiba 2017", "1,024 P100, efficiency", 80.0, found, "all-reduce after backward")
 
 
-def _jia(machine: Machine) -> Iterator[Row]:
+def _jia(machine: Machine) -> Iterator[Claim]:
     best = Setting("hierarchical", (128, 16), 0, "fp16")
     found = replay(machine, 2048, 65536, best, reference_batch=256)
     yield _points("Jia 2018", "2,048 P40, efficiency", 87.9, found)
@@ -147,14 +147,14 @@ def _jia(machine: Machine) -> Iterator[Row]:
     # the paper's comparison is with NCCL's ring, a tensor at a time
     flat = Setting("ring", (1, 1024), 1e-6, "fp16")
     tensors = replay(machine, 1024, 65536, flat, reference_batch=512)
-    yield Row("Jia 2018", "ResNet-50, gain over flat NCCL", "x", 11.0,
+    yield Claim("Jia 2018", "ResNet-50, gain over flat NCCL", "x", 11.0,
               fused.images_per_second / tensors.images_per_second, None,
               "flat NCCL taken as one ring for each tensor")  # fmt: skip
     alexnet = "alexnet_bn_pool5"
     slow, fast = (
         replay(machine, 1024, 65536, setting, model=alexnet, epochs=95) for setting in (flat, half)
     )
-    yield Row("Jia 2018", "AlexNet, gain over flat NCCL", "x", 3.0,
+    yield Claim("Jia 2018", "AlexNet, gain over flat NCCL", "x", 3.0,
               fast.images_per_second / slow.images_per_second, None,
               "flat NCCL taken as one ring for each tensor")  # fmt: skip
     yield _minutes(
@@ -166,7 +166,7 @@ def _jia(machine: Machine) -> Iterator[Row]:
     )
 
 
-def _mikami(machine: Machine) -> Iterator[Row]:
+def _mikami(machine: Machine) -> Iterator[Claim]:
     for gpus, grid, each, published in (
         (1024, (32, 32), 16, 84.75),
         (2048, (32, 64), 16, 83.10),
@@ -183,9 +183,9 @@ def _mikami(machine: Machine) -> Iterator[Row]:
         )
         yield replace(row, given=gpus == 1024)
         if gpus == 3456:
-            yield Row("Mikami 2018", "3,456 V100, images/s", "images/s", 1_641_853,
+            yield Claim("Mikami 2018", "3,456 V100, images/s", "images/s", 1_641_853,
                       found.images_per_second, None)  # fmt: skip
-            yield Row("Mikami 2018", "3,456 V100, 90 epochs", "s", 122.0,
+            yield Claim("Mikami 2018", "3,456 V100, 90 epochs", "s", 122.0,
                       found.seconds_to_target, None,
                       "at the published rate 70 s are training; 52 s are not explained by "
                       "throughput and are not modelled")  # fmt: skip
@@ -198,17 +198,17 @@ def _at_once(gpus: int) -> Setting:
     return Setting("ring:halving_doubling", (1, gpus), inf, "fp16", overlap=False)
 
 
-def _rate(paper: str, what: str, published: float, found: Forecast, remark: str = "") -> Row:
+def _rate(paper: str, what: str, published: float, found: Forecast, remark: str = "") -> Claim:
     rate = found.images_per_second
-    return Row(paper, what, "images/s", published, rate, 12.0, remark, interval=found.interval)
+    return Claim(paper, what, "images/s", published, rate, 12.0, remark, interval=found.interval)
 
 
-def _seconds(paper: str, what: str, published: float, found: Forecast, remark: str = "") -> Row:
+def _seconds(paper: str, what: str, published: float, found: Forecast, remark: str = "") -> Claim:
     taken = found.seconds_to_target
-    return Row(paper, what, "s", published, taken, None, remark, interval=found.interval)
+    return Claim(paper, what, "s", published, taken, None, remark, interval=found.interval)
 
 
-def _mlperf_h100(machine: Machine) -> Iterator[Row]:
+def _mlperf_h100(machine: Machine) -> Iterator[Claim]:
     found = replay(machine, 64, 3200, _at_once(64), epochs=35)
     yield _points(
         "MLPerf v4.0",
@@ -223,7 +223,7 @@ def _mlperf_h100(machine: Machine) -> Iterator[Row]:
         yield _seconds("MLPerf v3.0", what, seconds, found)
 
 
-def _mlperf_a100(machine: Machine) -> Iterator[Row]:
+def _mlperf_a100(machine: Machine) -> Iterator[Claim]:
     then = replace(machine, rates=(Rate("resnet50", 408, 2815.0, workers=8),))
     for gpus, batch, epochs, rate, seconds in (
         (16, 3264, 41, 37_416, 1425.2),
@@ -235,14 +235,14 @@ def _mlperf_a100(machine: Machine) -> Iterator[Row]:
         yield _seconds("MLPerf v0.7", f"{what}, {epochs} epochs", seconds, found)
 
 
-def _mlperf_v100(machine: Machine) -> Iterator[Row]:
+def _mlperf_v100(machine: Machine) -> Iterator[Claim]:
     found = replay(machine, 512, 33_280, _at_once(512), epochs=56, eval_every=4.0)
     yield _rate("MLPerf v0.7", "512 V100, batch 33,280, images/s", 632_285, found,
                 "from 1,578 at 208 images")  # fmt: skip
     yield _seconds("MLPerf v0.7", "512 V100, batch 33,280, 56 epochs", 120.2, found)
 
 
-def _examples(a100: Machine, v100: Machine) -> Iterator[Row]:
+def _examples(a100: Machine, v100: Machine) -> Iterator[Claim]:
     """DeepLearningExamples: one GPU's images/s, and what eight of them reach of eight times it."""
     for machine, chip, each, alone, published in (
         (a100, "A100", 256, 3411.0, 97.0),
@@ -252,11 +252,11 @@ def _examples(a100: Machine, v100: Machine) -> Iterator[Row]:
         setting = Setting("ring", (1, 8), 64.0, "fp16")
         found = replay(one, 8, 8 * each, setting)
         share = 100 * found.images_per_second / (8 * alone)
-        yield Row("DeepLearningExamples", f"8 {chip}, images/s over 8 times one", "%", published,
+        yield Claim("DeepLearningExamples", f"8 {chip}, images/s over 8 times one", "%", published,
                   share, 6.0, "jitter of one node, chosen with such rows in view")  # fmt: skip
 
 
-def _horovod(machine: Machine) -> Iterator[Row]:
+def _horovod(machine: Machine) -> Iterator[Claim]:
     """Horovod's documentation: NCCL's ring, one stream, a fusion buffer of 64 MB, fp32."""
     for gpus, model, published in (
         (128, "resnet101", 90.0),
@@ -267,22 +267,22 @@ def _horovod(machine: Machine) -> Iterator[Row]:
         found = replay(machine, gpus, 64 * gpus, Setting("ring", (1, gpus), 64.0), model=model)
         alone = Job.of(imagenet(model, 64), machine, 1).forecast(Setting("ring", (1, 1), 64.0))
         share = 100 * found.images_per_second / gpus / alone.images_per_second
-        yield Row("Horovod", f"{gpus} P100, {model}, images/s over one's", "%", published, share,
+        yield Claim("Horovod", f"{gpus} P100, {model}, images/s over one's", "%", published, share,
                   6.0, "64 images a GPU")  # fmt: skip
 
 
-def _horovod_alone(machine: Machine) -> Iterator[Row]:
+def _horovod_alone(machine: Machine) -> Iterator[Claim]:
     """The time of the all-reduces alone, Horovod's fusion buffer of 128 MB, gradients in fp16."""
     for name, grid, published in (("ring", (1, 192), 2498.0), ("torus", (32, 6), 978.0)):
         cost = price(PLANS[name], *grid, machine)
         fused = buckets(bert_large(), 256.0, "fp16")
         seconds = sum(cost.seconds(bucket.nbytes) for bucket in fused)
-        yield Row("Horovod 3608", f"BERT-Large, 32 x 6 V100, {name}", "ms", published,
+        yield Claim("Horovod 3608", f"BERT-Large, 32 x 6 V100, {name}", "ms", published,
                   1e3 * seconds, 25.0, "fp16 assumed: fp32 does not fit through the NIC in 978 ms",
                   given=name == "ring")  # fmt: skip
 
 
-def _you(knl: Machine, skx: Machine) -> Iterator[Row]:
+def _you(knl: Machine, skx: Machine) -> Iterator[Claim]:
     for what, machine, workers, batch, epochs, minutes, remark, given in (
         ("16 KNL, 90 epochs", knl, 16, 256, 90, 45 * 60, "its rate is this row's", True),
         ("2,048 KNL, 90 epochs", knl, 2048, 32768, 90, 20, "", False),

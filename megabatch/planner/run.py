@@ -26,7 +26,7 @@ from megabatch.planner.pace import (
     unmeasured,
 )
 from megabatch.planner.settings import FLAT, LANES, Choices, Setting
-from megabatch.planner.step import FORWARD, WIRES, Bucket, Step, arrival, buckets, step
+from megabatch.planner.step import FORWARD, WIRES, SentBucket, StepForecast, arrival, buckets, step
 from megabatch.planner.workload import Images, Workload, images_of, workload_of
 from megabatch.plans.names import plan_of
 
@@ -46,7 +46,7 @@ class Forecast:
     machine: str
     gpus: int
     setting: Setting
-    stages: tuple[tuple[int, int, Step], ...]
+    stages: tuple[tuple[int, int, StepForecast], ...]
     """batch, steps and one step of each"""
     micro: int
     """images of one pass in the first stage: what the trainer must be told to meet this"""
@@ -136,7 +136,7 @@ class Job:
             for batch, steps in stretches(config, images.train, self.epochs)
         ]
         self.slowest = doubt.jitter * machine.jitter * expected_maximum(gpus)
-        self._buckets: dict[tuple[float, str], list[Bucket]] = like._buckets if like else {}
+        self._buckets: dict[tuple[float, str], list[SentBucket]] = like._buckets if like else {}
         self._prices: dict[tuple[str, tuple[int, int]], Price] = {}
 
     @classmethod
@@ -156,13 +156,13 @@ class Job:
         """The same job if something assumed is otherwise."""
         return Job(self.config, self.machine, self.gpus, self.workload, self.images, doubt)
 
-    def buckets(self, bucket_mb: float, wire: str) -> list[Bucket]:
+    def buckets(self, bucket_mb: float, wire: str) -> list[SentBucket]:
         key = (bucket_mb, wire)
         if key not in self._buckets:
             self._buckets[key] = buckets(self.workload, *key)
         return self._buckets[key]
 
-    def steps(self, setting: Setting) -> list[Step]:
+    def steps(self, setting: Setting) -> list[StepForecast]:
         """One step of each stretch of the run."""
         full = self.buckets(setting.bucket_mb, setting.wire) if self.gpus > 1 else ()
         return [

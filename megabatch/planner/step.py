@@ -20,7 +20,7 @@ FORWARD = 1 / 3  # of a pass: backward makes two products where forward makes on
 WIRES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
-class Bucket(NamedTuple):
+class SentBucket(NamedTuple):
     nbytes: float
     ready: float
     """share of backward that is over when its last gradient is there"""
@@ -40,7 +40,7 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class StepForecast:
     seconds: float
     forward_seconds: float
     """and, with several passes, all passes before the last"""
@@ -54,22 +54,22 @@ class Step:
     sent: tuple[Sent, ...] = ()
 
 
-def buckets(workload: Workload, limit_mb: float, wire: str) -> list[Bucket]:
+def buckets(workload: Workload, limit_mb: float, wire: str) -> list[SentBucket]:
     """Gradients in the order of backward, fused up to so many megabytes of fp32, as the trainer
     does."""
-    found: list[Bucket] = []
+    found: list[SentBucket] = []
     elements = 0
     for size, ready in workload.gradients():
         if not found or 4 * (elements + size) > limit_mb * 1e6:
-            found.append(Bucket(0.0, 0.0))
+            found.append(SentBucket(0.0, 0.0))
             elements = 0
         elements += size
-        found[-1] = Bucket(float(elements * WIRES[wire]), ready)
+        found[-1] = SentBucket(float(elements * WIRES[wire]), ready)
     return found
 
 
 def send(
-    full: Sequence[Bucket], price: Price, began: float, backward: float, lanes: int = 1
+    full: Sequence[SentBucket], price: Price, began: float, backward: float, lanes: int = 1
 ) -> list[Sent]:
     """When each bucket leaves and arrives. Lanes hide each other's latency and share the wire.
 
@@ -109,7 +109,7 @@ def held_up(moment: float, sent: Sequence[Sent]) -> float:
 def step(
     pass_seconds: float,
     passes: int,
-    full: Sequence[Bucket],
+    full: Sequence[SentBucket],
     price: Price,
     *,
     slowest: float = 0.0,
@@ -117,7 +117,7 @@ def step(
     overlap: bool = True,
     input_seconds: float = 0.0,
     sending_share: float = 0.0,
-) -> Step:
+) -> StepForecast:
     """A step of so many passes, the last of which sends while it goes back.
 
     `slowest` is how much longer the slowest worker computes, as a share; `input_seconds` what the
@@ -128,7 +128,7 @@ def step(
     compute = passes * pass_seconds
     backward = (1 - FORWARD) * pass_seconds
     if not overlap:
-        full = [Bucket(bucket.nbytes, 1.0) for bucket in full]
+        full = [SentBucket(bucket.nbytes, 1.0) for bucket in full]
     sent = send(full, price, compute - backward, backward, lanes)
     arrived = max((bucket.end for bucket in sent), default=0.0)
     taken = 0.0
@@ -141,7 +141,7 @@ def step(
     exposed = max(computed, arrived) - compute
     busy = compute * (1 + slowest) + exposed
     waiting = max(0.0, input_seconds - busy)
-    return Step(
+    return StepForecast(
         busy + waiting,
         compute - backward,
         backward,
@@ -153,7 +153,7 @@ def step(
 
 
 def arrival(
-    full: Sequence[Bucket], price: Price, began: float, backward: float, lanes: int
+    full: Sequence[SentBucket], price: Price, began: float, backward: float, lanes: int
 ) -> tuple[float, float]:
     """When the last bucket of `send` is there and how long all were under way, without the list;
     for prices without work."""

@@ -14,7 +14,7 @@ from megabatch.recipes.imagenet import IMAGES, crops_by_area
 TARGET = 0.759
 
 
-class Row(NamedTuple):
+class ImagenetRow(NamedTuple):
     batch: int
     rate: float
     warmup: float
@@ -29,14 +29,14 @@ class Row(NamedTuple):
 # warm-up (counted from the start, the rate would be 0 before the mean epoch of the target, 42 and
 # 84.5), in the others from the start of the run.
 ROWS = (
-    Row(3264, 10.5, 2, 0.9, 5e-5, 37, 204),
-    Row(4096, 10.0, 5, 0.9, 2e-4, 42, 64),
-    Row(8192, 17.0, 5, 0.9, 2e-4, 43.97, 64),
-    Row(13056, 12.8, 9, 0.9, 2.5e-5, 48, 204),
-    Row(32768, 21.2, 16, 0.94, 2.5e-5, 58, 128),
-    Row(49152, 19.405, 24, 0.951807, 1e-4, 70.82, 256),
-    Row(58880, 23.246, 29, 0.951807, 1e-4, 82.03, 230),
-    Row(65536, 24.699, 31, 0.951807, 1e-4, 88.96, 128),
+    ImagenetRow(3264, 10.5, 2, 0.9, 5e-5, 37, 204),
+    ImagenetRow(4096, 10.0, 5, 0.9, 2e-4, 42, 64),
+    ImagenetRow(8192, 17.0, 5, 0.9, 2e-4, 43.97, 64),
+    ImagenetRow(13056, 12.8, 9, 0.9, 2.5e-5, 48, 204),
+    ImagenetRow(32768, 21.2, 16, 0.94, 2.5e-5, 58, 128),
+    ImagenetRow(49152, 19.405, 24, 0.951807, 1e-4, 70.82, 256),
+    ImagenetRow(58880, 23.246, 29, 0.951807, 1e-4, 82.03, 230),
+    ImagenetRow(65536, 24.699, 31, 0.951807, 1e-4, 88.96, 128),
 )
 
 

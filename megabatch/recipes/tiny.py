@@ -13,7 +13,7 @@ from megabatch.recipes.by_batch import fitted, row_at, same_share
 IMAGES = 100_000
 
 
-class Row(NamedTuple):
+class TinyRow(NamedTuple):
     batch: int
     epochs: float
     trust: float | None
@@ -29,16 +29,16 @@ class Row(NamedTuple):
 
 # All numbers that were chosen for these images, by the length of the run.
 LONG = (
-    Row(256, 90, None, 0.1, 5, 0.9, 1e-4, 1.0),
-    Row(1024, 90, 0.001, 10.0, 5, 0.9, 5e-5, 0.1),
-    Row(4096, 90, 0.001, 24.0, 5, 0.9, 5e-5, 0.1),
-    Row(8192, 90, 0.001, 36.0, 5, 0.9, 5e-5, 0.1),
+    TinyRow(256, 90, None, 0.1, 5, 0.9, 1e-4, 1.0),
+    TinyRow(1024, 90, 0.001, 10.0, 5, 0.9, 5e-5, 0.1),
+    TinyRow(4096, 90, 0.001, 24.0, 5, 0.9, 5e-5, 0.1),
+    TinyRow(8192, 90, 0.001, 36.0, 5, 0.9, 5e-5, 0.1),
 )
 SHORT = (
-    Row(256, 30, None, 0.1, 2, 0.9, 1e-4, 1.0),
-    Row(1024, 30, 0.001, 10.0, 5, 0.9, 5e-5, 0.1),
-    Row(4096, 30, 0.001, 24.0, 5, 0.9, 5e-5, 0.1),
-    Row(8192, 30, 0.001, 36.0, 5, 0.9, 5e-5, 0.1),
+    TinyRow(256, 30, None, 0.1, 2, 0.9, 1e-4, 1.0),
+    TinyRow(1024, 30, 0.001, 10.0, 5, 0.9, 5e-5, 0.1),
+    TinyRow(4096, 30, 0.001, 24.0, 5, 0.9, 5e-5, 0.1),
+    TinyRow(8192, 30, 0.001, 36.0, 5, 0.9, 5e-5, 0.1),
 )
 
 
@@ -60,7 +60,7 @@ def tiny30(batch: int = 4096, images: int | None = None) -> Config:
     return _tiny("tiny30", SHORT, batch, images)
 
 
-def _tiny(name: str, rows: tuple[Row, ...], batch: int, images: int | None) -> Config:
+def _tiny(name: str, rows: tuple[TinyRow, ...], batch: int, images: int | None) -> Config:
     row = row_at(rows, same_share(batch, images, IMAGES))
     config = Config(
         name=name,

@@ -24,7 +24,7 @@ _MOST_BARS = 60
 
 
 @dataclass
-class Line:
+class Curve:
     """A line of a chart: where a value is nan, it is interrupted."""
 
     name: str
@@ -43,7 +43,7 @@ class Line:
 
 def chart(
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[Curve],
     unit: str = "",
     *,
     log: bool = False,
@@ -96,14 +96,14 @@ def chart(
     return figure(title, said, plot(parts, words, told), wide)
 
 
-def _middle(line: Line) -> list[float]:
+def _middle(line: Curve) -> list[float]:
     values = line.middle[1]
     if line.style not in ("smooth", "thin") or len(values) < _SMOOTHED_FROM:
         return values
     return smoothed(values, len(values) / 40)
 
 
-def _paths(line: Line, x: Axis, y: Axis) -> str:
+def _paths(line: Curve, x: Axis, y: Axis) -> str:
     xs, raw = line.middle
     style = f'data-run="{line.run}" style="--c:{colour(line.run)}"'
     places = [_WIDE * x.place(v) for v in xs]
@@ -142,7 +142,7 @@ def _path(places: Sequence[float], values: Sequence[float], y: Axis, stairs: boo
     return out
 
 
-def _band(places: Sequence[float], line: Line, y: Axis) -> str:
+def _band(places: Sequence[float], line: Curve, y: Axis) -> str:
     points = [
         (place, low, high)
         for place, low, high in zip(places, line.low, line.high, strict=True)

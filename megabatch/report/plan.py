@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megabatch.planner.run import Forecast
-from megabatch.planner.step import Step
+from megabatch.planner.step import StepForecast
 from megabatch.report.bars import Piece, bar, key
 from megabatch.report.look import Section, colour, page, text
 from megabatch.report.numbers import duration
@@ -109,7 +109,7 @@ def _steps(best: list[Forecast]) -> Iterator[str]:
             yield f"<h3>{text(words)}</h3>{''.join(_timeline(step))}"
 
 
-def _timeline(step: Step) -> Iterator[str]:
+def _timeline(step: StepForecast) -> Iterator[str]:
     """Backward above, the wire below; the slowest worker's lateness after the last bucket."""
     backward_end = step.forward_seconds + step.backward_seconds
     arrived = backward_end + step.exposed_seconds

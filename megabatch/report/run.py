@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megabatch.report.axes import axis_of
-from megabatch.report.charts import Line, chart, heat_map, shares
+from megabatch.report.charts import Curve, chart, heat_map, shares
 from megabatch.report.look import Section, colour, dot, page, table, text
 from megabatch.report.named import Named, named
 from megabatch.report.numbers import UNKNOWN, count, duration, percent, short
@@ -134,9 +134,9 @@ def _curves_note(runs: Sequence[Named]) -> str:
 
 
 def _curves(runs: Sequence[Named]) -> str:
-    def steps(name: str, style: Any = "smooth", what: str = "") -> list[Line]:
+    def steps(name: str, style: Any = "smooth", what: str = "") -> list[Curve]:
         return [
-            Line(
+            Curve(
                 f"{run.name}{what}",
                 run.at,
                 run.record.steps["epoch"],
@@ -146,9 +146,9 @@ def _curves(runs: Sequence[Named]) -> str:
             for run in runs
         ]
 
-    def evaluations(name: str, what: str) -> list[Line]:
+    def evaluations(name: str, what: str) -> list[Curve]:
         return [
-            Line(
+            Curve(
                 f"{run.name}{what}",
                 run.at,
                 [number(e.get("epoch")) for e in run.record.evaluations],
@@ -201,7 +201,7 @@ def _curves(runs: Sequence[Named]) -> str:
 
 
 def _speed(runs: Sequence[Named]) -> str:
-    lines = [Line(run.name, run.at, *speeds(run.record)) for run in runs]
+    lines = [Curve(run.name, run.at, *speeds(run.record)) for run in runs]
     drawn = chart("Throughput", lines, "images/s", zero=True, wide=len(runs) % 2 == 0)
     said = ""
     for run in runs:

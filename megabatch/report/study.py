@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from megabatch.report.against import Points, against_batch
-from megabatch.report.charts import Line, chart
+from megabatch.report.charts import Curve, chart
 from megabatch.report.look import Section, dot, page, table, text
 from megabatch.report.numbers import UNKNOWN, count, duration, percent
 from megabatch.report.pointing import SCRIPT
@@ -196,9 +196,9 @@ def _curves(study: Study) -> str:
     return out
 
 
-def _curve(name: str, at: int, cell: Cell) -> Line:
+def _curve(name: str, at: int, cell: Cell) -> Curve:
     epochs, top1s = zip(*cell.curve, strict=True)
-    return Line(name, at, epochs, top1s, "dots")
+    return Curve(name, at, epochs, top1s, "dots")
 
 
 def _time(study: Study, colours: dict[str, int]) -> str:

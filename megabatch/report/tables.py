@@ -12,12 +12,12 @@ from dataclasses import replace
 from megabatch.planner.bundled import MACHINES, load
 from megabatch.planner.chips import CHIPS
 from megabatch.planner.machine import Machine
-from megabatch.planner.published import Row, imagenet, rows
+from megabatch.planner.published import Claim, imagenet, rows
 from megabatch.planner.run import Forecast
 from megabatch.planner.search import forecast
 
 
-def published(found: list[Row]) -> str:
+def published(found: list[Claim]) -> str:
     """Each published number, the planner's, and the error."""
     lines = [
         "| paper | row | published | planner | from, to | error | allowed | remark |",
@@ -77,7 +77,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _range(row: Row) -> str:
+def _range(row: Claim) -> str:
     if row.interval is None:
         return ""
     low, high = row.interval

@@ -28,8 +28,8 @@ from megabatch.runs.listening import JsonLines, Logger, TensorBoard
 from megabatch.runs.progress import (
     Bar,
     Lines,
-    Pace,
     Shown,
+    SmoothSpeed,
     Standing,
     counted,
     say,
@@ -57,7 +57,7 @@ class Log:
         self._own: list[Logger] = []
         self._shown: Shown | None = None
         self._images = self._first_seen = 0
-        self._pace, self._verdicts = Pace(), Verdicts()
+        self._pace, self._verdicts = SmoothSpeed(), Verdicts()
         self._began = self._last = time.monotonic()
         self.recent: list[Record] = []
         """what was written, or would have been by the first worker, since the step before last: it

@@ -71,7 +71,7 @@ def clock(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-class Pace:
+class SmoothSpeed:
     """Images by seconds, the last half minute counting most."""
 
     def __init__(self) -> None:

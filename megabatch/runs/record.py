@@ -76,7 +76,7 @@ class Record:
     faults: list[str] = field(default_factory=list)
     """files that are missing or cannot be read, a sentence each"""
     written: float = 0.0
-    """when its metrics last grew, as time.time() counts; 0: never"""
+    """when it last wrote of itself, as time.time() counts; 0: never"""
     resumed: bool = False
     """it was begun again after its summary was written"""
 
@@ -270,9 +270,10 @@ def glance_files(path: Path) -> Record:
     elif not os.access(metrics, os.R_OK):
         record.faults.append("metrics.jsonl cannot be read: check its permissions")
     ages = {name: _age(path / name) for name in (
-        "environment.json", "metrics.jsonl", "summary.json", "diagnosis.json"
+        "config.json", "environment.json", "metrics.jsonl", "summary.json", "diagnosis.json"
     )}  # fmt: skip
-    record.written = max(ages["metrics.jsonl"], ages["environment.json"])
+    # In this order a run that begins writes them: the first alone is a word already.
+    record.written = max(ages[n] for n in ("config.json", "environment.json", "metrics.jsonl"))
     ended = max(ages["summary.json"], ages["diagnosis.json"])
     # The environment is written when a run begins or goes on.
     record.resumed = ended > 0 and ages["environment.json"] > ended + _COPIED_SECONDS

@@ -15,7 +15,7 @@ import tyro
 
 from megabatch import recipes
 from megabatch.chaos.faults import KINDS, schedule
-from megabatch.chaos.job import Job, small_disk
+from megabatch.chaos.job import TrainingJob, small_disk
 from megabatch.chaos.rounds import Outcome, Stop, disturbed, undisturbed
 from megabatch.config import Config
 from megabatch.errors import DONE, FAILED, UserError, nearest
@@ -134,14 +134,14 @@ def _rounds(
     flags += ["--max-restarts", "1000"]
     command = [sys.executable, "-m", "megabatch.cli", "train", str(written), *flags]
     say(f"the undisturbed run, on {chaos.workers} workers")
-    whole = undisturbed(Job(command, (disk or place) / "whole"), stop)
+    whole = undisturbed(TrainingJob(command, (disk or place) / "whole"), stop)
     outcomes = []
     for number in [chaos.round] if chaos.round else range(1, chaos.rounds + 1):
         faults = schedule(config.seed, number, chaos.faults, chaos.workers, chaos.kinds)
         said = ", ".join(f"at {fault.at:.0%} {fault}" for _, fault in faults)
         say(f"round {number}: {said}")
         out = (disk or place) / f"round-{number}"
-        outcomes.append(disturbed(Job(command, out, disk), faults, whole, say, stop))
+        outcomes.append(disturbed(TrainingJob(command, out, disk), faults, whole, say, stop))
         how = "equal" if outcomes[-1].equal else "NOT EQUAL"
         say(f"round {number}: {how}, begun {outcomes[-1].begun} times")
         if disk is not None or chaos.keep_runs is None:

@@ -83,7 +83,7 @@ def _line(words: list[str], cpu: bool) -> tuple[list[str], str]:
     verb, subject = (*words, "", "")[:2]
     if not subject or subject.startswith("-"):
         raise UserError("launch needs the run's line at its end: megabatch launch ... train RECIPE")
-    flags: study.Sweep | train.Launch
+    flags: study.SweepFlags | train.Launch
     if verb == "study":
         plan, flags = study.read_flags(subject, words[2:])
         config = next(iter(plan.configs.values()))

@@ -12,7 +12,7 @@ from megabatch.verbs.parsing import parse_some
 
 
 @dataclass(frozen=True)
-class Place:
+class WhichImages:
     path: str = ""
 
 
@@ -23,7 +23,7 @@ class Size:
     epochs: float | None = None
     batch: int | None = None
     keep_epochs: bool = False
-    data: Place = field(default_factory=Place)
+    data: WhichImages = field(default_factory=WhichImages)
 
 
 def recipe_named(verb: str, arguments: list[str], also: str) -> str | None:

@@ -34,7 +34,7 @@ _WITHOUT_GPU = 2
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepFlags:
     """Which runs a study has, and where they go."""
 
     batches: str = ""
@@ -73,7 +73,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class StudyFlags:
-    sweep: Annotated[Sweep, tyro.conf.arg(name="")]
+    sweep: Annotated[SweepFlags, tyro.conf.arg(name="")]
     config: Annotated[Config, tyro.conf.arg(name="")]
 
 
@@ -118,7 +118,7 @@ def _run(arguments: list[str]) -> int:
     return _tell(Path(out), ended, flags)
 
 
-def study_here(plan: Plan, out: str, flags: Sweep) -> tuple[bool, str]:
+def study_here(plan: Plan, out: str, flags: SweepFlags) -> tuple[bool, str]:
     """The work of one worker: whether it is the first, and how the study ended."""
     from megabatch.runs.progress import say, to_people
     from megabatch.study.sweep import study
@@ -159,14 +159,14 @@ _NOT_HERE = {
 }
 
 
-def read_flags(name: str, arguments: list[str]) -> tuple[Plan, Sweep]:
+def read_flags(name: str, arguments: list[str]) -> tuple[Plan, SweepFlags]:
     """The runs that `megabatch study NAME ...` asks for."""
     words = f"study {name}"
     for word in arguments:
         if (flag := word.partition("=")[0].replace("_", "-")) in _NOT_HERE:
             raise UserError(_NOT_HERE[flag])
     given = parse_some(Given, words, arguments)
-    default = StudyFlags(Sweep(), sized(name, words, arguments))
+    default = StudyFlags(SweepFlags(), sized(name, words, arguments))
     flags = parse(StudyFlags, words, arguments, default, usage="--batches N,N,N").sweep
     batches = _batches(flags.batches, "batches")
     if not batches:
@@ -209,12 +209,17 @@ def _at_batch(name: str, batch: int, words: str, arguments: list[str], given: Gi
     recipe = sized(name, words, arguments, batch)
     # A study holds fixed batches against each other; batch-size control is an arm.
     recipe = replace(recipe, stages=())
-    config = parse(StudyFlags, words, arguments, StudyFlags(Sweep(), recipe)).config
+    config = _changed(recipe, words, arguments)
     if given.micro is None:
         config = fitted(config)
     if given.save_every is None:  # weights are large, and a study has many runs
         config = replace(config, save_every=config.epochs / 3)
     return replace(config, keep=1)
+
+
+def _changed(config: Config, words: str, arguments: list[str]) -> Config:
+    """A config with what the flags of `megabatch WORDS ...` say otherwise."""
+    return parse(StudyFlags, words, arguments, StudyFlags(SweepFlags(), config)).config
 
 
 def _arm(
@@ -231,8 +236,7 @@ def _arm(
             )
         changes = shlex.split(flags)
         changed = {
-            batch: fitted(parse(StudyFlags, words, changes, StudyFlags(Sweep(), config)).config)
-            for batch, config in at_batch.items()
+            batch: fitted(_changed(config, words, changes)) for batch, config in at_batch.items()
         }
         by_hand = any(word.startswith(("--lr.reference", "--lr.per")) for word in changes)
     elif name not in ARMS:
@@ -268,7 +272,7 @@ def _rates(words: str) -> list[float]:
 # --- what came of it ---------------------------------------------------------------------------
 
 
-def _tell(out: Path, ended: str, flags: Sweep) -> int:
+def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
     from megabatch.report.figure import error_figure
     from megabatch.report.study import study_page
     from megabatch.report.study_rows import told

@@ -110,13 +110,13 @@ class Watched:
         }
 
 
-class Lines:
+class WatchedLines:
     """A line now and then, and one for each evaluation, on standard error."""
 
     def __init__(self, every: float) -> None:
         self._every, self._due, self._told = every, 0.0, 0
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> WatchedLines:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -131,7 +131,7 @@ class Lines:
             say(f"{time.strftime('%H:%M:%S')}  {run.line()}", progress=True)
 
 
-class Bar:
+class WatchedBar:
     """A line that is written over and over, with each evaluation above it."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class Bar:
         )
         self._bar, self._told = self._progress.add_task("", total=1.0), 0
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> WatchedBar:
         self._progress.start()
         return self
 
@@ -185,7 +185,9 @@ def run(arguments: list[str]) -> int:
     if not flags.wait or path.is_file() or runs_in(path):
         check_run(path, "; --wait waits until it is")
     watched = Watched(path, flags.patience)
-    show: Lines | Bar = Bar() if sys.stderr.isatty() else Lines(flags.every)
+    show: WatchedLines | WatchedBar = (
+        WatchedBar() if sys.stderr.isatty() else WatchedLines(flags.every)
+    )
     try:
         with show:
             while watched.look():
