@@ -258,7 +258,7 @@ def test_a_straight_line_stays_straight_but_for_its_ends():
 
 
 def test_stairs_are_never_cut_off():
-    text = charts.chart("t", [charts.Line("l", 0, range(300), [1.0] * 299 + [64.0], "stairs")])
+    text = charts.chart("t", [charts.Curve("l", 0, range(300), [1.0] * 299 + [64.0], "stairs")])
     tops = [float(y) for y in re.findall(r"V([-\d.]+)", text)]
     assert tops and min(tops) >= 0
 
@@ -279,13 +279,13 @@ def test_ticks_of_powers():
 
 
 def test_a_line_stops_where_there_is_no_number():
-    text = charts.chart("t", [charts.Line("l", 0, [0, 1, 2, 3], [1.0, 2.0, math.nan, 3.0])])
+    text = charts.chart("t", [charts.Curve("l", 0, [0, 1, 2, 3], [1.0, 2.0, math.nan, 3.0])])
     path = re.search(r'class="s"[^>]* d="([^"]*)"', text)[1]
     assert path.count("M") == 2 and path.count("L") == 1
 
 
 def test_higher_values_are_drawn_higher():
-    text = charts.chart("t", [charts.Line("l", 0, [0, 1], [1.0, 2.0])])
+    text = charts.chart("t", [charts.Curve("l", 0, [0, 1], [1.0, 2.0])])
     (first, second) = re.findall(r"[ML]([\d.]+) ([\d.]+)", re.search(r' d="([^"]*)"', text)[1])
     assert float(first[0]) < float(second[0]) and float(first[1]) > float(second[1])
 
