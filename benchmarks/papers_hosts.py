@@ -82,7 +82,8 @@ def predicted(flags, host_count, workers, alone):
     # Of the hybrid's two plans the one for large tensors, which nearly all bytes are in.
     plan = config.hybrid.large if flags.plan == "hybrid" else flags.plan
     bucket = max(flags.bucket, 0.01)
-    found = forecast(config, machine, world, plan=plan, bucket_mb=bucket, wire=flags.wire)
+    how = {"plan": plan, "bucket_mb": bucket, "wire": flags.wire}
+    found = forecast(config, machine, world, grid=(host_count, workers), **how)
     return found.images_per_second
 
 
