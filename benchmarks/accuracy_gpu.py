@@ -12,10 +12,16 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from machine import machine
+from machine import on_gpu
 
 import megabatch as mb
 from megabatch import passes
+
+
+def tiny30(pack, batch):
+    """Of the images in a pack, evaluated at the end alone."""
+    config = mb.recipes.tiny30(batch)
+    return replace(config, data=replace(config.data, path=pack), eval_every=0)
 
 
 @contextmanager
@@ -50,11 +56,10 @@ def main():
     flags.add_argument("--epochs", type=float, default=30)
     flags.add_argument("--json", type=Path)
     arguments = flags.parse_args()
-    config = mb.recipes.tiny30(arguments.batch)
-    config = replace(config, data=replace(config.data, path=arguments.pack), eval_every=0)
+    config = tiny30(arguments.pack, arguments.batch)
     if arguments.epochs != config.epochs:
         config = config.resized(epochs=arguments.epochs)
-    found = {**machine(), "runs": []}
+    found = {**on_gpu(), "runs": []}
     for ours in (True, False):
         for seed in range(arguments.seeds):
             found["runs"].append(trained(config, seed, ours))

@@ -10,9 +10,7 @@ with --resume, as one would by hand, at once.
 import contextlib
 import json
 import os
-import platform
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -23,8 +21,8 @@ from statistics import mean, median
 from typing import Any
 
 import tyro
+from machine import on_cores
 
-import megabatch as mb
 from megabatch.elastic.processes import children
 
 AT_ONCE = 0.15  # share of kills that do not wait for the recovery from the last
@@ -176,11 +174,8 @@ def main(
         load = os.getloadavg()[1]
         lost = killing(Path(folder), kills, workers, epochs, seed, began + 60 * minutes)
     record = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        **on_cores(),
         "load of the machine": [round(load, 1), round(os.getloadavg()[1], 1)],
-        "megabatch": mb.__version__,
         "workers": workers,
         "seed": seed,
         "killed workers, replaced from the others' memory": lost,

@@ -13,9 +13,7 @@ as promised, and the same lines with --resume go on with it: that is counted.
 import contextlib
 import json
 import os
-import platform
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -29,8 +27,7 @@ from typing import Any
 import hosts
 import tyro
 from faults import Run, command, steps_of
-
-import megabatch as mb
+from machine import on_cores
 
 PATIENCE_SECONDS = 6.0
 CUT_SECONDS = 3 * PATIENCE_SECONDS
@@ -285,11 +282,8 @@ def main(
 
     def record(outcomes: list[Outcome]) -> dict[str, Any]:
         found = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+            **on_cores(),
             "load of the machine": round(os.getloadavg()[2], 1),
-            "megabatch": mb.__version__,
             "hosts": count,
             "seed": seed,
             "seconds": round(time.monotonic() - began),

@@ -14,8 +14,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from accuracy_gpu import without_kernels
-from machine import machine
+from accuracy_gpu import tiny30, without_kernels
+from machine import on_gpu
 
 import megabatch as mb
 
@@ -60,10 +60,9 @@ def main():
     flags.add_argument("--steps", type=int, default=200)
     flags.add_argument("--json", type=Path)
     arguments = flags.parse_args()
-    config = mb.recipes.tiny30(arguments.batch)
-    config = replace(config, data=replace(config.data, path=arguments.pack), eval_every=0)
+    config = tiny30(arguments.pack, arguments.batch)
     config = config.resized(epochs=arguments.steps * arguments.batch / 100_000)
-    found = {**machine(), "batch": arguments.batch, "seeds": []}
+    found = {**on_gpu(), "batch": arguments.batch, "seeds": []}
     for seed in range(arguments.seeds):
         taken = {way: losses(config, seed, way) for way in WAYS}
         plain, ours = (distance(taken[way], taken["fp32"]) for way in ("plain bf16", "kernels"))

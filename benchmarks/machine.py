@@ -1,18 +1,40 @@
-"""What a measurement on a GPU was made on and by, for the file that it writes."""
+"""What a measurement was made on and by, for the file that it writes."""
 
 import datetime
+import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
+import megabatch as mb
 
-def machine():
+
+def on_gpu():
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
         "chip": torch.cuda.get_device_name(),
         "driver": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
+        **_by(),
     }
+
+
+def on_cores():
+    return {"machine": f"{len(os.sched_getaffinity(0))} x {_chip()}", **_by()}
+
+
+def _by():
+    return {
+        "torch": torch.__version__,
+        "megabatch": mb.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+def _chip():
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else os.uname().machine

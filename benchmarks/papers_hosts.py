@@ -10,19 +10,15 @@ counts.
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent))
 import hosts as emulated
+from machine import on_cores
 
 from megabatch.planner.machine import Machine, Network, Node, Rate
 from megabatch.planner.search import forecast
@@ -87,15 +83,6 @@ def predicted(flags, host_count, workers, alone):
     return found.images_per_second
 
 
-def about():
-    return {
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-    }
-
-
 def main():
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("what", choices=["ablation", "scaling"])
@@ -138,7 +125,7 @@ def main():
         )
     if flags.json:
         flags.json.parent.mkdir(parents=True, exist_ok=True)
-        found = {**about(), "alone": alone, "rows": rows, "turns": taken}
+        found = {**on_cores(), "alone": alone, "rows": rows, "turns": taken}
         flags.json.write_text(json.dumps(found, indent=2) + "\n")
 
 

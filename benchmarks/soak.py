@@ -14,9 +14,7 @@ import itertools
 import json
 import multiprocessing.util
 import os
-import platform
 import random
-import shlex
 import shutil
 import signal
 import subprocess
@@ -33,6 +31,7 @@ from typing import Any
 import hosts
 import tyro
 from faults import Run, command, steps_of
+from machine import on_cores
 
 import megabatch as mb
 from megabatch.elastic.processes import all_processes
@@ -316,11 +315,8 @@ def record(
     wrong: list[str],
 ) -> dict[str, Any]:
     return {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        **on_cores(),
         "load of the machine": round(os.getloadavg()[2], 1),
-        "megabatch": mb.__version__,
         "seed": seed,
         "minutes": round((time.monotonic() - began) / 60, 1),
         "runs": ran,

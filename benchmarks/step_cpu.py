@@ -3,12 +3,11 @@
 Rivals and ours take turns, step by step, so that whatever else the machine does meets all of them;
 a figure is the median over turns of their time over ours. Ours is what `megabatch train` runs
 (LARS, counts, moving averages), and the same with its SGD; a rival is the same net with torch's SGD
-and nothing else: as torch has it, and tuned (channels last, SGD fused). Five minutes on two cores.
+and nothing else: as torch has it, and tuned (channels last, SGD fused).
 """
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import statistics
@@ -18,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from machine import on_cores
 
 import megabatch as mb
 from megabatch.bench.rivals import plain_step
@@ -51,13 +51,6 @@ def settings(model, size, micro, precision, compiled):
         compile="always" if compiled else "never",
         data=mb.Data("synthetic", size=size, channels=channels, classes=classes),
     ).check()
-
-
-def machine():
-    names = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return f"{len(os.sched_getaffinity(0))} x {names[0].split(':')[1].strip()}"
 
 
 def measured(name, seconds, clock):
@@ -99,11 +92,8 @@ def main():
         torch.set_num_threads(1)
     found = {
         "clock": "processor" if arguments.busy else "wall",
-        "machine": machine(),
-        "torch": torch.__version__,
+        **on_cores(),
         "threads": torch.get_num_threads(),
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
         "rows": [],
     }
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-from machine import machine
+from machine import on_gpu
 
 import megabatch as mb
 from megabatch.bench.rivals import plain_step
@@ -85,7 +85,7 @@ def main():
     flags.add_argument("--json", type=Path)
     arguments = flags.parse_args()
     torch.backends.cudnn.benchmark = True
-    found = {**machine(), "rows": []}
+    found = {**on_gpu(), "rows": []}
 
     def note(name, batch, step):
         row = {"name": name, **measured(step, batch, arguments.seconds)}

@@ -17,7 +17,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from machine import machine
+from machine import on_gpu
 
 # flags of each case, and how many steps it takes
 LARGE = "--batch 1024 --micro 1024 --span 1024 --precision bf16 --data.size 224"
@@ -99,7 +99,7 @@ def main():
     flags.add_argument("--pack", type=Path, help="of images of 256 px: for the case of that name")
     flags.add_argument("--json", type=Path)
     arguments = flags.parse_args()
-    found = {**machine(), "rows": []}
+    found = {**on_gpu(), "rows": []}
     for case in arguments.cases:
         if case == "pack" and arguments.pack is None:
             continue

@@ -17,7 +17,7 @@ from megabatch.stopping import answering, keep_stop_requests, take_stop_requests
 
 # Imported once in the server that workers are forked from: four workers start in under a second.
 # Imports only; neither CUDA nor OpenMP survives a fork, so no tensor is touched there.
-_PRELOAD = ["torch", "torch.distributed", "torch.optim", "megabatch.training"]
+PRELOAD = ["torch", "torch.distributed", "torch.optim", "megabatch.training"]
 _NO_LOSSES = Losses()
 
 
@@ -41,7 +41,7 @@ def run_local(
     is called here with their processes, by rank, whenever these have changed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
 
     watched = losses.survivable or bool(by_stage)
 

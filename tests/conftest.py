@@ -27,7 +27,7 @@ settings.register_profile("same", settings.get_profile("new"), derandomize=True)
 settings.load_profile("same")
 
 # DDP and torch's optimizers import the compiler: once, and not in each worker that is forked.
-launch._PRELOAD.append("torch._dynamo")
+launch.PRELOAD.append("torch._dynamo")
 
 
 @pytest.fixture(scope="module")

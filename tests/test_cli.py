@@ -285,7 +285,7 @@ def mistaken(result, says):
         (["train", "digits", "--out", "/proc/nowhere", "--workers", "1"], "cannot be written"),
         (["train", "digits", "--out", "/proc/nowhere", "--workers", "2"], "cannot be written"),
         (["evaluate"], "evaluate needs RUN"),
-        (["evaluate", "nowhere"], "is not the folder of a run"),
+        (["evaluate", "nowhere"], "nowhere is not the folder of a run: megabatch runs lists what"),
         (["bench", "nothing"], "there is no bench"),
     ],
 )

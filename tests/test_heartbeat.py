@@ -221,19 +221,24 @@ def trains(rank, config, who, at):
     stopping(config, who, at)
 
 
+def rank_1_is_named(place, processes, phase):
+    """By both others, who end."""
+    for rank in (0, 2):
+        assert ended(processes[rank], 1)
+        said = (place / str(rank)).read_text()
+        assert re.search(
+            r"rank 1 has been silent for 3 s \(dead or stopped\), last at step \d.*; rank "
+            rf"{rank} was at step \d, bucket \d, {phase}",
+            said,
+        ), said
+
+
 def test_a_rank_that_stops_in_an_evaluation_is_named_before_the_others_end(tmp_path):
     """Nothing can call back who waits in a collective of the backend: the process ends, by itself
     and in words."""
     config, store = replace(RUN, eval_every=0.2), str(tmp_path / "store")
     with workers(tmp_path, trains, config, 1, 0, MEGABATCH_STORE=store) as processes:
-        for rank in (0, 2):
-            assert ended(processes[rank], 1)
-            said = (tmp_path / str(rank)).read_text()
-            assert re.search(
-                r"rank 1 has been silent for 3 s \(dead or stopped\), last at step \d.*; rank "
-                rf"{rank} was at step \d, bucket \d, the end of an evaluation",
-                said,
-            ), said
+        rank_1_is_named(tmp_path, processes, "the end of an evaluation")
 
 
 class Recomputed(Stopping):
@@ -284,14 +289,7 @@ BETWEEN_STEPS = {
 @pytest.mark.parametrize(("phase", "target"), BETWEEN_STEPS.items(), ids=BETWEEN_STEPS)
 def test_a_rank_that_stops_between_two_steps_is_named(phase, target, tmp_path):
     with workers(tmp_path, target, MEGABATCH_STORE=str(tmp_path / "store")) as processes:
-        for rank in (0, 2):
-            assert ended(processes[rank], 1)
-            said = (tmp_path / str(rank)).read_text()
-            assert re.search(
-                r"rank 1 has been silent for 3 s \(dead or stopped\), last at step \d.*; rank "
-                rf"{rank} was at step \d, bucket \d, {phase}",
-                said,
-            ), said
+        rank_1_is_named(tmp_path, processes, phase)
 
 
 def test_a_stopped_rank_that_holds_the_store_ends_the_others_too(tmp_path):

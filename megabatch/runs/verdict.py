@@ -289,6 +289,9 @@ def idle_workers(images: int, micro: int, world: int, or_else: str = "") -> str 
     )
 
 
+_FEW_STEPS = 40
+
+
 def few_steps(batches: Sequence[int], images: int, steps: int) -> str | None:
     """A warning where a run has too few steps to learn much; `batches` are those of its stages."""
     if steps >= _FEW_STEPS:
@@ -298,9 +301,6 @@ def few_steps(batches: Sequence[int], images: int, steps: int) -> str | None:
         f"warning: {steps} step{'s' * (steps != 1)} in all are few to learn in, for {images:,} "
         f"training images{largest}: use a smaller --batch, or more --epochs"
     )
-
-
-_FEW_STEPS = 40
 
 
 class Clock:
