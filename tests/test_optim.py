@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megabatch.optim import LAMB, LARS, parameter_groups
+from megabatch.optim import LAMB, LARS, Muon, parameter_groups
 
 SHAPES = [(64, 32), (16, 3, 3, 3), (257,), (12, 1)]
 RATES = [8.0 * (i + 1) / 20 for i in range(20)] + [8.0 * (1 - i / 180) ** 2 for i in range(180)]
@@ -385,6 +385,7 @@ OPTIMIZERS = {
     "clip": lambda p: LARS(p, 0.0, policy="clip"),
     "plain": lambda p: LARS(p, 0.0, trust=None),
     "lamb": lambda p: LAMB(p, 0.0, weight_decay=0.01),
+    "muon": lambda p: Muon(p, 0.0, weight_decay=0.01),
 }
 
 

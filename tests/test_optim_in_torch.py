@@ -1,4 +1,4 @@
-"""LARS and LAMB in anyone's script: whatever torch's own optimisers take, these take alike.
+"""LARS, LAMB and Muon in anyone's script: whatever torch's own optimisers take, these take alike.
 
 What torch checks of each of its optimisers is asked here of ours: options, tensor rates, complex
 and mixed parameters, state dicts of all kinds, copies, hooks, schedulers, GradScaler, compiling.
@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 from megabatch import optim
 from megabatch.errors import UserError
-from megabatch.optim import LAMB, LARS, lars, lars_step, parameter_groups
+from megabatch.optim import LAMB, LARS, Muon, lars, lars_step, parameter_groups
 
 MAKERS = {
     "paper": lambda p, lr=0.1, **o: LARS(p, lr, weight_decay=0.01, **o),
@@ -28,6 +28,7 @@ MAKERS = {
     "sgd": lambda p, lr=0.1, **o: LARS(p, lr, trust=None, form="pytorch", **o),
     "still": lambda p, lr=0.1, **o: LARS(p, lr, momentum=0.0, **o),
     "lamb": lambda p, lr=0.1, **o: LAMB(p, lr, weight_decay=0.01, **o),
+    "muon": lambda p, lr=0.1, **o: Muon(p, lr, weight_decay=0.01, nesterov=True, **o),
 }
 every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 SHAPES = [(6, 4), (3, 2, 3, 3), (5,), (), (0,), (2, 0, 3)]
@@ -531,7 +532,7 @@ def test_a_compiled_step_is_the_step(make, backend):
 
 
 def test_a_new_optimizer_is_one_file(tmp_path, monkeypatch):
-    assert optim.names() == ("lamb", "lars")
+    assert optim.names() == ("lamb", "lars", "muon")
     monkeypatch.setattr(optim, "__path__", [*optim.__path__, str(tmp_path)])
     (tmp_path / "halved.py").write_text(
         "from megabatch.optim import LARS\n"

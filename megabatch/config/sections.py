@@ -194,10 +194,17 @@ class LearningRate:
         return schedule.join(schedule.Warmup(self.warmup, peak, self.start, self.ramp), decay)
 
 
+_NOT_OF = {
+    "lamb": ("trust", "policy", "nesterov", "form", "momentum_correction"),
+    "muon": ("policy", "eps", "form", "momentum_correction"),
+}
+"""settings that an optimiser does not have"""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     name: str = setting("lars")
-    """lars (with trust None: SGD; with a policy: LARC) or lamb"""
+    """lars (with trust None: SGD; with a policy: LARC), lamb or muon"""
     momentum: float = setting(0.9, least=0, below=1)
     """a stage of the batch may set its own"""
     weight_decay: float = setting(5e-5, least=0, most=1e3)
@@ -233,21 +240,20 @@ class OptimizerConfig:
             "momentum_correction belongs to --optimizer.form paper: "
             "in the pytorch form the rate is not in the buffer and there is nothing to correct",
         )
-        if self.name == "lamb":
-            self._check_lamb()
-
-    def _check_lamb(self) -> None:
-        """LAMB has its own ratio and Adam's averages: what belongs to LARS would be ignored."""
-        for one in dataclasses.fields(self):
-            if one.name not in ("trust", "policy", "nesterov", "form", "momentum_correction"):
+        need(
+            self.name != "muon" or (self.trust or 0) > 0,
+            "muon needs --optimizer.trust, the share of a weight that a step at rate 1 is long",
+        )
+        for one in dataclasses.fields(self):  # what belongs to LARS alone would be ignored
+            if one.name not in _NOT_OF.get(self.name, ()):
                 continue
             value, usual = getattr(self, one.name), one.default
             flag = one.name.replace("_", "-")
             remedy = f"no-{flag}" if usual is False else f"{flag} {usual}"
             need(
                 value == usual,
-                f"lamb has no {one.name}, which is {shown(value)} here: leave it away, or give "
-                f"--optimizer.{remedy}",
+                f"{self.name} has no {one.name}, which is {shown(value)} here: leave it away, or "
+                f"give --optimizer.{remedy}",
             )
 
 

@@ -1,4 +1,5 @@
-"""Optimisers, by name: LARS with LARC (You 2017) and LAMB (You 2019), and the groups they expect.
+"""Optimisers, by name: LARS with LARC (You 2017), LAMB (You 2019) and Muon (Jordan 2024), and the
+groups they expect.
 
 Each file here, but for the few they share, is an optimiser of its name with a function
 `build(settings, groups)`: a new one is a new file. Names are known without importing torch.
@@ -17,16 +18,18 @@ if TYPE_CHECKING:
     from megabatch.optim.lamb import LAMB
     from megabatch.optim.lars import LARS
     from megabatch.optim.layerwise import Adaptation, Layerwise
+    from megabatch.optim.muon import Muon
 
 __all__ = [
-    "LAMB", "LARS", "NORMALISATIONS", "Adaptation", "Group", "Layerwise", "build", "names",
-    "parameter_groups",
+    "LAMB", "LARS", "NORMALISATIONS", "Adaptation", "Group", "Layerwise", "Muon", "build",
+    "names", "parameter_groups",
 ]  # fmt: skip
 
 _SHARED = ("groups", "layerwise", "layout", "lars_host", "lars_step", "norms")
 _HOME = {
     "LARS": "lars",
     "LAMB": "lamb",
+    "Muon": "muon",
     "Adaptation": "layerwise",
     "Layerwise": "layerwise",
     "Group": "groups",

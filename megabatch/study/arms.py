@@ -17,6 +17,9 @@ _SGD_RATE, _SGD_PER = 0.1, 256
 _LAMB_RATE, _LAMB_PER = 0.04, 32768
 """of LAMB's authors for ResNet-50, by the square root of the batch (from memory)"""
 
+_MUON_RATE, _MUON_TRUST, _MUON_UNADAPTED = 24.0, 0.004, 0.1
+"""a step at the peak is a tenth of its weight; what does not adapt has the rate of tiny's LARS"""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -69,6 +72,19 @@ def _lamb(config: Config) -> Config:
     return _rate(reference=_LAMB_RATE, per=_LAMB_PER, scaling="sqrt")(changed)
 
 
+def _muon(config: Config) -> Config:
+    changed = _optimizer(
+        name="muon",
+        trust=_MUON_TRUST,
+        policy="lars",
+        eps=0.0,
+        form="paper",
+        momentum_correction=False,
+        unadapted_rate=_MUON_UNADAPTED,
+    )(config)
+    return _rate(reference=_MUON_RATE, per=config.batch)(changed)
+
+
 def _grow(config: Config) -> Config:
     """Two thirds of the batch for a third of the run, then twice that: as many steps, at the same
     rate."""
@@ -106,6 +122,7 @@ ARMS: dict[str, Arm] = {
     "sgd": Arm(_sgd, "no LARS: SGD, its rate scaled linearly from 0.1 at 256 (Goyal, You)", True),
     "larc": Arm(_larc, "LARC, which bounds SGD's linearly scaled rate layer by layer", True),
     "lamb": Arm(_lamb, "LAMB, its authors' rate by the square root of the batch", True),
+    "muon": Arm(_muon, "Muon: orthogonal steps, each a share of its weight", True),
     "no_smoothing": Arm(_set(label_smoothing=0.0), "labels as they are (Mikami)"),
     "decay_all": Arm(_optimizer(decay_all=True), "decay on biases and batch norm too (Jia)"),
     "gamma_one": Arm(_set(zero_gamma=False), "gamma 1 in each block's last batch norm (Goyal)"),

@@ -1,0 +1,124 @@
+"""Muon against what it says: singular values by a float64 reference that takes matrices apart, the
+direction of torch's own Muon, lengths as shares of the weights."""
+
+import pytest
+import torch
+from torch import nn
+
+from megabatch.config import Config, Data, LearningRate, OptimizerConfig
+from megabatch.errors import UserError
+from megabatch.optim import Muon
+from megabatch.optim.muon import orthogonal
+
+
+def polynomial(matrix, a=3.4445, b=-4.7750, c=2.0315, times=5):
+    """Of the singular values, by taking the matrix apart."""
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.norm()
+    for _ in range(times):
+        values = a * values + b * values**3 + c * values**5
+    return left @ values.diag() @ right
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (40, 6), (9, 9), (1, 7), (16, 3, 3, 3), (4, 2, 1, 1)])
+def test_it_is_the_polynomial_of_the_singular_values(shape):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    (found,) = orthogonal([tensor])
+    assert found.shape == tensor.shape
+    expected = polynomial(tensor.flatten(1))
+    torch.testing.assert_close(found.flatten(1).double(), expected, rtol=2e-4, atol=2e-5)
+
+
+def test_singular_values_come_out_about_alike():
+    generator = torch.Generator().manual_seed(2)
+    left, _ = torch.linalg.qr(torch.randn(32, 32, generator=generator))
+    right, _ = torch.linalg.qr(torch.randn(64, 32, generator=generator))
+    skewed = left @ torch.logspace(0, -2, 32).diag() @ right.mT
+    values = torch.linalg.svdvals(orthogonal([skewed])[0])
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+def test_layers_of_one_shape_go_together_as_they_go_alone():
+    tensors = [torch.randn(5, 8) for _ in range(3)] + [torch.randn(8), torch.randn(2, 5, 8)]
+    together = orthogonal(tensors)
+    for tensor, found in zip(tensors, together, strict=True):
+        torch.testing.assert_close(found, orthogonal([tensor])[0])
+    assert torch.equal(together[3], tensors[3])
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_it_points_where_torchs_does(nesterov):
+    start = torch.randn(24, 48, generator=torch.Generator().manual_seed(3))
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    mine = Muon([ours], lr=1.0, momentum=0.9, trust=0.01, nesterov=nesterov)
+    torchs = torch.optim.Muon([theirs], lr=0.01, momentum=0.9, nesterov=nesterov, weight_decay=0.0)
+    for t in range(4):
+        before = ours.detach().clone(), theirs.detach().clone()
+        ours.grad = torch.randn(24, 48, generator=torch.Generator().manual_seed(10 + t))
+        theirs.grad = ours.grad.clone()
+        mine.step()
+        torchs.step()
+        moved = [p.detach() - q for p, q in zip((ours, theirs), before, strict=True)]
+        # Theirs averages the gradients where ours sums them, and computes in bf16.
+        cosine = torch.nn.functional.cosine_similarity(*(m.flatten() for m in moved), dim=0)
+        assert cosine > 0.999
+
+
+def test_a_step_is_a_share_of_its_weight_and_ratios_tell():
+    weight, bias = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(6))
+    optimizer = Muon(
+        [{"params": [weight]}, {"params": [bias], "adapt": False, "share": 0.5}],
+        lr=2.0,
+        trust=0.01,
+        momentum=0.9,
+    )
+    before = weight.detach().clone(), bias.detach().clone()
+    weight.grad, bias.grad = torch.randn(6, 4) * 1e-6, torch.randn(6)
+    optimizer.step()
+    length = (weight.detach() - before[0]).norm() / before[0].norm()
+    torch.testing.assert_close(length.item(), 2.0 * 0.01, rtol=1e-5, atol=0)
+    torch.testing.assert_close(bias.detach(), before[1] - 2.0 * 0.5 * bias.grad)
+    assert set(optimizer.ratios) == {weight}
+
+
+def test_weights_of_zeros_begin_to_move_and_without_a_gradient_nothing_does():
+    zeros, still = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.ones(4, 4))
+    optimizer = Muon([zeros, still], lr=1.0, trust=0.01)
+    zeros.grad, still.grad = torch.randn(4, 4), torch.zeros(4, 4)
+    optimizer.step()
+    assert 0 < zeros.detach().norm() < 0.01 * 1.3 * 2
+    assert torch.equal(still.detach(), torch.ones(4, 4))
+
+
+def test_decay_is_apart_from_the_gradient():
+    weight = nn.Parameter(torch.ones(3, 3))
+    weight.grad = torch.zeros(3, 3)
+    Muon([weight], lr=2.0, trust=0.1, weight_decay=0.5).step()
+    torch.testing.assert_close(weight.detach(), torch.full((3, 3), 1 - 2.0 * 0.1 * 0.5))
+
+
+def config(**optimizer):
+    return Config(
+        batch=64,
+        micro=16,
+        span=16,
+        epochs=2,
+        data=Data("digits"),
+        lr=LearningRate(reference=20.0, per=64),
+        optimizer=OptimizerConfig(name="muon", **optimizer),
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ({"trust": None}, "muon needs --optimizer.trust"),
+        ({"form": "pytorch"}, "muon has no form"),
+        ({"policy": "clip"}, "muon has no policy"),
+        ({"eps": 1e-6}, "muon has no eps"),
+    ],
+)
+def test_what_muon_would_ignore_is_refused(optimizer, words):
+    with pytest.raises(UserError, match=words):
+        config(**optimizer)
