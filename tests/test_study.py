@@ -31,7 +31,7 @@ from megabatch.models.resnet import open_blocks
 from megabatch.recipes.by_batch import fitted
 from megabatch.report.figure import error_figure
 from megabatch.report.study import study_page
-from megabatch.report.study_rows import told
+from megabatch.report.study_rows import table_lines
 from megabatch.runs.folder import RunFolder
 from megabatch.study import sweep
 from megabatch.study.arms import ARMS
@@ -478,7 +478,7 @@ def test_cells_and_differences(study):
 
 
 def test_the_table_fits_80_columns_and_keeps_its_numbers(study, tmp_path):
-    lines = list(told(list(study.rows())))
+    lines = list(table_lines(list(study.rows())))
     assert max(map(len, lines)) <= 80
     heads = "batch seeds top-1 to baseline epochs steps seconds images/s"
     assert " ".join(lines[0].split()) == heads
@@ -489,7 +489,7 @@ def test_the_table_fits_80_columns_and_keeps_its_numbers(study, tmp_path):
         made_up_run(tmp_path, 1_048_576, seed, top1)
     label = tmp_path / "1048576-s1" / "trial.json"
     label.write_text(json.dumps({**json.loads(label.read_text()), "failure": "it broke"}))
-    lines = list(told(list(read(tmp_path).rows())))
+    lines = list(table_lines(list(read(tmp_path).rows())))
     assert max(map(len, lines)) <= 80 and "images/s" not in lines[0]
     assert "1,048,576" in lines[4] and lines[0].split()[:3] == ["batch", "seeds", "failed"]
 

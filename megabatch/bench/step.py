@@ -38,7 +38,7 @@ from megabatch.precision import HALF
 from megabatch.process import compute_settings
 from megabatch.step import train_step
 from megabatch.verbs.parsing import parse
-from megabatch.verbs.writing import check_out, say, write_whole
+from megabatch.verbs.writing import check_out, say, write_out
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _floor(config: Config, device: str, rate: float, seconds: float) -> dict[str
 def _export(flags: StepFlags, net: nn.Module, size: int, channels: int) -> int:
     described = describe(net, torch.zeros(1, channels, size, size), flags.model)
     written = described.to_json().encode()
-    write_whole(Path(str(flags.export)), written)
+    write_out(Path(str(flags.export)), written)
     say(f"{flags.export}: {len(described.layers)} layers, {described.parameters:,} parameters")
     if flags.json:
         print(json.dumps({"export": flags.export, "nbytes": len(written)}), flush=True)

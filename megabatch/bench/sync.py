@@ -161,8 +161,8 @@ def _measure(
         ]
         if cluster.first:
             fast = min(taken, key=lambda name: median(taken[name]) if name != LIMIT else math.inf)
-            said = f"{_size(nbytes)}: {fast} {median(taken[fast]) * 1e3:.2f} ms"
-            print(said, file=sys.stderr, flush=True)
+            line = f"{_size(nbytes)}: {fast} {median(taken[fast]) * 1e3:.2f} ms"
+            print(line, file=sys.stderr, flush=True)
     return rows
 
 

@@ -34,7 +34,7 @@ class TrainingJob:
         self.out, self._command, self._disk = out, list(command), disk
         self._process: subprocess.Popen[str] | None = None
         self._stopped: list[tuple[float, int]] = []
-        self._said: deque[str] = deque(maxlen=_LAST_LINES)
+        self._output: deque[str] = deque(maxlen=_LAST_LINES)
         self._filler: Path | None = None
         self.full = False
         """whether its disk is"""
@@ -51,7 +51,7 @@ class TrainingJob:
         self.ended()
 
     def start(self, resume: bool) -> None:
-        self._make_room()
+        self._remove_filler()
         self._stopped.clear()
         self.result = {}
         self._process = subprocess.Popen(
@@ -69,7 +69,7 @@ class TrainingJob:
     def _read(self, lines: Any) -> None:
         with lines:
             for line in lines:
-                self._said.append(line.rstrip())
+                self._output.append(line.rstrip())
 
     @property
     def status(self) -> int | None:
@@ -89,13 +89,13 @@ class TrainingJob:
             os.killpg(self._process.pid, signal.SIGKILL)  # a launcher that was killed leaves some
         if self._reading is not None:
             self._reading.join()
-        last = self._said[-1] if self._said else ""
+        last = self._output[-1] if self._output else ""
         with contextlib.suppress(ValueError):
             found = json.loads(last)
             self.result = found if isinstance(found, dict) else {}
 
     def last_words(self) -> str:
-        return "\n".join(self._said)
+        return "\n".join(self._output)
 
     # --- how far it is -------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class TrainingJob:
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
 
-    def _make_room(self) -> None:
+    def _remove_filler(self) -> None:
         self.full = False
         if self._filler is not None:
             self._filler.unlink(missing_ok=True)

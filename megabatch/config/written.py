@@ -88,9 +88,9 @@ def _built(kind: Any, value: Any, where: str) -> Any:
 
 
 def _section(kind: Any, value: Any, where: str) -> Any:
-    said = where or "it"
+    subject = where or "it"
     if not isinstance(value, dict):
-        raise UserError(f"{said} is {shown(value)}: give an object of settings")
+        raise UserError(f"{subject} is {shown(value)}: give an object of settings")
     kinds = kinds_of(kind)
     for name in value:
         if name not in kinds:

@@ -51,8 +51,8 @@ def ask(probe: Callable[..., Any], *arguments: Any, seconds: float = 120) -> Any
         raise Failed(f"crashed by {signal.Signals(-done.returncode).name}")
     try:
         # Libraries may print while they are imported: the answer is the last line.
-        said = json.loads(done.stdout.splitlines()[-1])
-        worth, why = said["answer"], said["error"]
+        reply = json.loads(done.stdout.splitlines()[-1])
+        worth, why = reply["answer"], reply["error"]
     except (IndexError, ValueError, KeyError, TypeError):
         raise Failed(first_line("\n".join(reversed(done.stderr.splitlines())))) from None
     if why is not None:
@@ -70,10 +70,10 @@ def answer(probe: str, arguments: str) -> None:
     print(f"\n{json.dumps({'answer': worth, 'error': why})}", flush=True)
 
 
-def first_line(said: object) -> str:
+def first_line(message: object) -> str:
     """The first line that says anything."""
     return next(
-        (line.strip() for line in str(said).splitlines() if line.strip()), "no reason given"
+        (line.strip() for line in str(message).splitlines() if line.strip()), "no reason given"
     )
 
 
@@ -96,7 +96,7 @@ def describe_torch() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     nccl = dist.is_available() and dist.is_nccl_available()
@@ -105,7 +105,7 @@ def describe_torch() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
-        "warning": first_line(said[-1].message) if said else None,
+        "warning": first_line(warned[-1].message) if warned else None,
         "gpus": [_describe_gpu(gpu) for gpu in gpus],
     }
 

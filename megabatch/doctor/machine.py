@@ -78,14 +78,14 @@ def check_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"up to {_count(soft)} at once (could be raised to {_count(hard)})"
     if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
-        room = hard == resource.RLIM_INFINITY or hard > soft
+        may_rise = hard == resource.RLIM_INFINITY or hard > soft
         return Finding(
             "open files",
             "limited",
             found,
             "every pair of workers holds sockets: many workers fail to join",
             f"ulimit -n {_count(min(hard, 65536) if hard > 0 else 65536)}"
-            if room
+            if may_rise
             else "an administrator raises it in limits.conf",
         )
     return Finding("open files", "works", found)

@@ -31,13 +31,13 @@ def agree(store: Store, rank: int, world: int, seconds: float) -> str:
     deadline = time.monotonic() + seconds
     words, heard = ([f"{what} {other}" for other in range(world)] for what in ("word", "heard"))
     store.set(words[rank], uuid.uuid4().hex)
-    said = ""
+    published = ""
     while time.monotonic() < deadline:
         if store.check(words):
             mine = hashlib.sha256(b"".join(map(store.get, words))).hexdigest()
-            if mine != said:
+            if mine != published:
                 store.set(heard[rank], mine)
-                said = mine
+                published = mine
             if store.check(heard) and all(store.get(key).decode() == mine for key in heard):
                 return mine
         time.sleep(_LOOK_SECONDS)

@@ -69,7 +69,7 @@ class Member:
     joined: bool = False
     standing: Standing | None = None
     """what it holds of the run, while it waits"""
-    told: float | None = None
+    recalled: float | None = None
     """when it was told to come out"""
     heard: float = 0.0
     dismissed: bool = False
@@ -78,7 +78,7 @@ class Member:
         with contextlib.suppress(OSError):  # it is gone: that will be heard
             self.pipe.send_bytes(pickle.dumps((kind, value)))
 
-    def said(self) -> tuple[float, str, Any]:
+    def receive(self) -> tuple[float, str, Any]:
         try:
             when, kind, value = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
@@ -171,10 +171,10 @@ class Supervisor:
     def _hear(self) -> None:
         pipes = {member.pipe: member for member in self._members}
         quiet = None if not self._losses.survivable else _LOOK_SECONDS
-        said = [(*pipes[pipe].said(), pipes[pipe]) for pipe in wait(list(pipes), quiet)]  # type: ignore[index]
+        received = [(*pipes[pipe].receive(), pipes[pipe]) for pipe in wait(list(pipes), quiet)]  # type: ignore[index]
         # When one fails the others fail of it. Of what is known now the earliest is the cause; one
         # that was killed could not say when, but it went before those it made fail.
-        for _, kind, value, member in sorted(said, key=lambda one: one[0]):
+        for _, kind, value, member in sorted(received, key=lambda one: one[0]):
             member.heard = time.monotonic()
             getattr(self, f"_on_{kind}")(member, value)
 
@@ -192,7 +192,7 @@ class Supervisor:
 
     def _on_join(self, member: Member, value: tuple[Standing | None, int | None]) -> None:
         member.standing, wanted = value
-        member.joined, member.world, member.told = True, None, None
+        member.joined, member.world, member.recalled = True, None, None
         if wanted is not None:  # all workers ask for it at the same step
             self._wanted, self._agreed = wanted, True
             self._complete()
@@ -228,7 +228,7 @@ class Supervisor:
         if self._stillborn >= _STILLBORN:
             raise WorkerFailed(f"{name} ended {how} before it had begun, as did others before it")
         # Those that are lost at once, or make each other fail, are one loss.
-        if self._whole or member.told is None:
+        if self._whole or member.recalled is None:
             self._lost += 1
         self._whole = False
         if self._lost > self._losses.most and not self._enough():
@@ -267,7 +267,7 @@ class Supervisor:
         for member in self._members:
             patience = self._losses.silent_seconds
             silent = now - member.heard > (patience if member.ready else _START_SECONDS)
-            stuck = member.told is not None and now - member.told > _OUT_SECONDS
+            stuck = member.recalled is not None and now - member.recalled > _OUT_SECONDS
             if silent or stuck:
                 quiet = f"silent for {now - member.heard:.0f} s"
                 self._print(f"{self._name(member)} is {quiet if silent else 'stuck'}: it is ended")
@@ -280,8 +280,8 @@ class Supervisor:
             return
         self._whole = False
         for member in self._members:
-            if member.world is not None and member.told is None:
-                member.told = time.monotonic()
+            if member.world is not None and member.recalled is None:
+                member.recalled = time.monotonic()
                 member.tell("lost", member.world.number)
 
     # --- worlds
@@ -336,7 +336,7 @@ class Supervisor:
                 copies=copies,
                 resumes=self._begun,
             )
-            member.joined, member.standing, member.told = False, None, None
+            member.joined, member.standing, member.recalled = False, None, None
         self._results.clear()
         self._worlds += 1
         self._whole, self._agreed = True, False

@@ -94,8 +94,8 @@ def doubts(name: str, config: Config, images: int | None = None) -> list[str]:
     rows = BY_BATCH[name].rows
     batch = same_share(config.batch, images, BY_BATCH[name].images)
     needed = row_at(rows, batch).epochs
-    said = in_doubt(rows, batch, config.batch), cut_short(config.epochs, needed, config.batch)
-    return [sentence for sentence in said if sentence is not None]
+    sentences = in_doubt(rows, batch, config.batch), cut_short(config.epochs, needed, config.batch)
+    return [sentence for sentence in sentences if sentence is not None]
 
 
 __all__ = [

@@ -70,7 +70,7 @@ def against_batch(
         f'<span class="x" style="left:{100 * x.place(math.log2(batch)):.2f}%">{batch:,}</span>'
         for batch in ticks
     ]
-    told = {
+    tips = {
         "percent": percent,
         "batches": True,
         "x": [x.low, x.high],
@@ -84,8 +84,8 @@ def against_batch(
             for line in lines
         ],
     }
-    said = ", ".join(word for word in (unit, "log scale" if log else "") if word)
-    return figure(title, said, plot(parts, words, told), wide)
+    caption = ", ".join(word for word in (unit, "log scale" if log else "") if word)
+    return figure(title, caption, plot(parts, words, tips), wide)
 
 
 def batch_axis(batches: Sequence[int]) -> Axis | None:

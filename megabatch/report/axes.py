@@ -102,8 +102,8 @@ def axis_of(
     spare = 0 if whole else len(found) // 100
     low, high = found[spare], found[len(found) - 1 - spare]
     if not log:
-        room = _NEAR * (high - low)
-        low, high = max(found[0], low - room), min(found[-1], high + room)
+        slack = _NEAR * (high - low)
+        low, high = max(found[0], low - slack), min(found[-1], high + slack)
         low = min(low, 0.0) if zero else low
         largest = max(abs(low), abs(high))
         margin = max(0.04 * (high - low), 1e-6 * largest) if high > low else 0.05 * largest or 1.0

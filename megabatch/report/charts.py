@@ -79,7 +79,7 @@ def chart(
         f'<span class="x" style="left:{100 * x.place(tick):.2f}%">{text(short(tick))}</span>'
         for tick in x.ticks(6)
     ]
-    told = {
+    tips = {
         "percent": percent,
         "x": [x.low, x.high],
         "lines": [
@@ -92,8 +92,8 @@ def chart(
             for line in lines
         ],
     }
-    said = ", ".join(word for word in (unit, "log scale" if log else "") if word)
-    return figure(title, said, plot(parts, words, told), wide)
+    caption = ", ".join(word for word in (unit, "log scale" if log else "") if word)
+    return figure(title, caption, plot(parts, words, tips), wide)
 
 
 def _middle(line: Curve) -> list[float]:
@@ -184,7 +184,7 @@ def shares(title: str, names: Sequence[str], colours: Sequence[str], epochs: Seq
         f'<span class="x" style="left:{100 * x.place(tick):.2f}%">{text(short(tick))}</span>'
         for tick in x.ticks(6)
     ]
-    told = {
+    tips = {
         "percent": True,
         "x": [x.low, x.high],
         "lines": [
@@ -198,7 +198,7 @@ def shares(title: str, names: Sequence[str], colours: Sequence[str], epochs: Seq
             for at, (name, fill) in enumerate(zip(names, colours, strict=True))
         ],
     }
-    return figure(title, unit, plot(parts, words, told))
+    return figure(title, unit, plot(parts, words, tips))
 
 
 # Dark to light through violet, red and yellow: readable on either ground, in grey and to most
@@ -243,7 +243,7 @@ def heat_map(
         f"{text(f'{epochs[at]:.1f}')}</span>"
         for at in ticks
     ]
-    told = {
+    tips = {
         "names": list(names),
         "epochs": [brief(v) for v in epochs],
         "cells": [[brief(v) for v in row] for row in cells],
@@ -259,7 +259,7 @@ def heat_map(
         f'<span title="{text(name)}"><bdi>{text(name.removesuffix(cut))}</bdi></span>'
         for name in names
     )
-    drawn = plot(parts, words, told, f"height:{row_px * len(names)}px")
+    drawn = plot(parts, words, tips, f"height:{row_px * len(names)}px")
     return (
         f'<figure class="wide"><figcaption>{text(title)}{scale}</figcaption>'
         f'<div class="heat" style="--row:{row_px}px"><div class="names">{labels}</div>{drawn}</div>'
@@ -267,8 +267,8 @@ def heat_map(
     )
 
 
-def plot(parts: Sequence[str], words: Sequence[str], told: dict[str, Any], style: str = "") -> str:
-    data = json.dumps(told, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+def plot(parts: Sequence[str], words: Sequence[str], tips: dict[str, Any], style: str = "") -> str:
+    data = json.dumps(tips, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'<div class="plot" style="{style}">'
         '<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" aria-hidden="true">'

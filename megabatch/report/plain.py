@@ -19,14 +19,14 @@ SAME = 0.01
 WIDTH = 80
 
 
-def text(found: list[Forecast], title: str, compared: str, said: list[str]) -> str:
+def text(found: list[Forecast], title: str, compared: str, remarks: list[str]) -> str:
     """Table, the best rows in full, advice, notes."""
     best = fastest(found)
     lines = [title, "", *_table(found, best, compared), "", *_wrapped(_LEGEND), ""]
     for forecast in best:
-        lines += _wrapped(f"* {told(forecast)}")
+        lines += _wrapped(f"* {in_words(forecast)}")
     lines += [line for one in _idle_choice(found, compared) for line in _wrapped(one)]
-    lines += [line for one in dict.fromkeys(said) for line in _wrapped(f"advice: {one}")]
+    lines += [line for one in dict.fromkeys(remarks) for line in _wrapped(f"advice: {one}")]
     notes = dict.fromkeys(note for forecast in found for note in forecast.notes)
     lines += [line for note in notes for line in _wrapped(f"note: {note}")]
     return "\n".join(line.rstrip() for line in lines)
@@ -58,7 +58,7 @@ def folded(found: list[Forecast]) -> list[list[Forecast]]:
     return groups
 
 
-def told(forecast: Forecast) -> str:
+def in_words(forecast: Forecast) -> str:
     """One forecast in a sentence or two."""
     low, high = forecast.interval
     setting = forecast.setting

@@ -24,10 +24,10 @@ COLOURS = {
 }
 
 
-def plan_page(title: str, found: list[Forecast], said: list[str]) -> str:
+def plan_page(title: str, found: list[Forecast], remarks: list[str]) -> str:
     """HTML of the forecasts of one recipe on one machine."""
     best = fastest(found)
-    advice = "".join(f'<p class="faults">{text(one)}</p>' for one in dict.fromkeys(said))
+    advice = "".join(f'<p class="faults">{text(one)}</p>' for one in dict.fromkeys(remarks))
     sections = [
         Section("Time and cost", _cards(best) + advice),
         Section("Where nine of ten runs should end", "".join(_times(best))),

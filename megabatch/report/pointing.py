@@ -25,37 +25,37 @@ const row = (name, value, colour, box) => {
   return line;
 };
 const hidden = new Set();
-const lines = (told, share) => {
-  const x = told.x[0] + share * (told.x[1] - told.x[0]), rows = [];
+const lines = (data, share) => {
+  const x = data.x[0] + share * (data.x[1] - data.x[0]), rows = [];
   let near = null;
-  for (const line of told.lines) {
+  for (const line of data.lines) {
     if (!line.x.length || hidden.has(line.run)) continue;
     // A bar ends at its epoch; a line has a point there.
     let at = nearest(line.x, x);
     if (line.fill) { at = line.x.findIndex(end => end >= x); if (at < 0) at = line.x.length - 1; }
     if (near == null) near = line.x[at];
-    rows.push(row(line.name, say(line.y[at], told.percent),
+    rows.push(row(line.name, say(line.y[at], data.percent),
       line.fill ? `var(--${line.fill})` : `var(--c${line.run % 8})`, line.fill));
   }
-  const where = near == null ? "" : told.batches ? Math.round(2 ** near).toLocaleString("en")
+  const where = near == null ? "" : data.batches ? Math.round(2 ** near).toLocaleString("en")
     : +near.toPrecision(4);
-  return [row((told.batches ? "batch " : "epoch ") + where, ""), ...rows];
+  return [row((data.batches ? "batch " : "epoch ") + where, ""), ...rows];
 };
-const cell = (told, share, down) => {
-  const column = Math.min(told.epochs.length - 1, Math.floor(share * told.epochs.length));
-  const at = Math.min(told.names.length - 1, Math.floor(down * told.names.length));
-  const value = say(told.cells[at][column]);
-  return [row(told.names[at], ""), row("epoch " + told.epochs[column], value)];
+const cell = (data, share, down) => {
+  const column = Math.min(data.epochs.length - 1, Math.floor(share * data.epochs.length));
+  const at = Math.min(data.names.length - 1, Math.floor(down * data.names.length));
+  const value = say(data.cells[at][column]);
+  return [row(data.names[at], ""), row("epoch " + data.epochs[column], value)];
 };
 for (const plot of document.querySelectorAll(".plot")) {
-  const told = JSON.parse(plot.querySelector("script").textContent);
+  const data = JSON.parse(plot.querySelector("script").textContent);
   const cross = plot.appendChild(document.createElement("div"));
   cross.className = "cross"; cross.hidden = true;
   const show = event => {
     const box = plot.getBoundingClientRect();
     const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
     const down = Math.min(1, Math.max(0, (event.clientY - box.top) / box.height));
-    tip.replaceChildren(...(told.lines ? lines(told, share) : cell(told, share, down)));
+    tip.replaceChildren(...(data.lines ? lines(data, share) : cell(data, share, down)));
     cross.style.left = 100 * share + "%";
     tip.hidden = cross.hidden = false;
     const size = tip.getBoundingClientRect();

@@ -31,7 +31,7 @@ def report(records: Sequence[Record], now: float | None = None) -> str:
     runs = named(records)
     several = len(runs) > 1
     title = f"{len(runs)} runs" if several else runs[0].name
-    said = [
+    sections = [
         Section("Result", _result(runs, now)),
         Section("Curves", _curves(runs), _curves_note(runs)),
         Section("Speed", _speed(runs), "Where the first worker's time went, epoch by epoch."),
@@ -46,7 +46,8 @@ def report(records: Sequence[Record], now: float | None = None) -> str:
         Section("Environment", environment(runs)),
     ]
     lead = f'<p class="soft">{text(_lead(runs, now))}</p>'
-    return page(f"megabatch: {title}", [s for s in said if s.body], lead + _faults(runs), [SCRIPT])
+    shown = [section for section in sections if section.body]
+    return page(f"megabatch: {title}", shown, lead + _faults(runs), [SCRIPT])
 
 
 # --- results -----------------------------------------------------------------------------------
@@ -60,15 +61,15 @@ def _lead(runs: Sequence[Named], now: float) -> str:
 
 
 def _faults(runs: Sequence[Named]) -> str:
-    said = []
+    faults = []
     for run in runs:
         words = list(run.record.faults)
         if run.record.bad_lines:
             lines = "line" if run.record.bad_lines == 1 else "lines"
             words.append(f"{run.record.bad_lines:,} {lines} of metrics.jsonl could not be read")
         if words:
-            said.append(f"{run.name}: {'; '.join(words)}")
-    return f'<p class="faults soft">{"<br>".join(map(text, said))}</p>' if said else ""
+            faults.append(f"{run.name}: {'; '.join(words)}")
+    return f'<p class="faults soft">{"<br>".join(map(text, faults))}</p>' if faults else ""
 
 
 def _result(runs: Sequence[Named], now: float) -> str:
@@ -119,9 +120,9 @@ def _card(run: Named, now: float) -> str:
 
 
 def _chip(state: str) -> str:
-    said = {"target": "target reached", "silent": "silent: killed?"}.get(state, state)
+    label = {"target": "target reached", "silent": "silent: killed?"}.get(state, state)
     kind = state if state.isalpha() else "other"
-    return f'<span class="chip {text(kind)}">{text(said)}</span>'
+    return f'<span class="chip {text(kind)}">{text(label)}</span>'
 
 
 # --- curves ------------------------------------------------------------------------------------
@@ -193,8 +194,8 @@ def _curves(runs: Sequence[Named]) -> str:
     )
     key = f'<div class="key">{key}</div>' if len(runs) > 1 else ""
     charts = "".join(drawn)
-    said = f'<p class="note after">Constant: {text(", ".join(constant))}.</p>' if constant else ""
-    return f'{key}<div class="charts">{charts}</div>{said}' if charts else ""
+    note = f'<p class="note after">Constant: {text(", ".join(constant))}.</p>' if constant else ""
+    return f'{key}<div class="charts">{charts}</div>{note}' if charts else ""
 
 
 # --- speed -------------------------------------------------------------------------------------
@@ -203,17 +204,17 @@ def _curves(runs: Sequence[Named]) -> str:
 def _speed(runs: Sequence[Named]) -> str:
     lines = [Curve(run.name, run.at, *speeds(run.record)) for run in runs]
     drawn = chart("Throughput", lines, "images/s", zero=True, wide=len(runs) % 2 == 0)
-    said = ""
+    sentences = ""
     for run in runs:
         bars, sentence = _waits(run)
         drawn += bars
-        said += sentence
+        sentences += sentence
     key = "".join(
         f'<span><i class="dot box" style="--c:var(--{fill})"></i>{text(name)}</span>'
         for name, fill in zip(_WAITS, _WAIT_COLOURS, strict=True)
     )
-    key = f'<div class="key">{key}</div>' if said else ""
-    return f'{said}{key}<div class="charts">{drawn}</div>' if drawn else ""
+    key = f'<div class="key">{key}</div>' if sentences else ""
+    return f'{sentences}{key}<div class="charts">{drawn}</div>' if drawn else ""
 
 
 def _waits(run: Named) -> tuple[str, str]:

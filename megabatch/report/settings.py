@@ -96,10 +96,10 @@ def environment(runs: Sequence[Named]) -> str:
 
 
 def _compared(
-    runs: Sequence[Named], said: Callable[[Named], dict[str, str]], head: str, rest: str
+    runs: Sequence[Named], table_of: Callable[[Named], dict[str, str]], head: str, rest: str
 ) -> str:
     """What differs between runs in a table, the rest behind a word to click."""
-    tables = [said(run) for run in runs]
+    tables = [table_of(run) for run in runs]
     if not any(tables):
         return ""
     every = list(dict.fromkeys(name for found in tables for name in found))

@@ -35,7 +35,7 @@ _SHARES = (1.0, 0.98, 0.95, 0.9)
 def study_page(study: Study, now: float | None = None) -> str:
     """HTML of a study; one file that needs nothing else."""
     colours = {arm: at for at, arm in enumerate(study.arms)}
-    said = [
+    sections = [
         Section("Reading", f"<p>{text(reading(study))}</p>", "Made from the numbers below."),
         Section("Error against batch", _errors(study, colours), _ERRORS_NOTE),
         Section("Epochs to the baseline's accuracy", _epochs(study), _EPOCHS_NOTE),
@@ -54,7 +54,7 @@ def study_page(study: Study, now: float | None = None) -> str:
     runs = sum(len(cell.finished) for cell in study.cells)
     lead = f"recipe {', '.join(sorted(recipes)[:5])}; {runs} finished runs; report made {made}"
     name = study.path.resolve().name
-    shown = [section for section in said if section.body]
+    shown = [section for section in sections if section.body]
     return page(f"megabatch study: {name}", shown, f'<p class="soft">{text(lead)}</p>', [SCRIPT])
 
 

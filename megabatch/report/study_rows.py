@@ -12,7 +12,7 @@ _SPARE = ("images/s", "seconds", "epochs", "steps")
 """what is left out first where a table would be wider: the page has it"""
 
 
-def told(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def table_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A table of the recipe by batch, one of the arms, and what their columns mean."""
     recipe = [_cells(row, ("arm", "to recipe")) for row in rows if row["arm"] == RECIPE]
     arms = [_cells(row, ("to baseline", "epochs")) for row in rows if row["arm"] != RECIPE]

@@ -27,8 +27,8 @@ def check_run(path: Path, otherwise: str = "") -> None:
             f"name one of them, {newest} say"
         )
     close = difflib.get_close_matches(str(path), map(str, runs_in(path.parent)), n=1)
-    said = f"did you mean {close[0]}?" if close else "megabatch runs lists what there is"
-    raise UserError(f"{path} is not the folder of a run: {said}{otherwise}")
+    hint = f"did you mean {close[0]}?" if close else "megabatch runs lists what there is"
+    raise UserError(f"{path} is not the folder of a run: {hint}{otherwise}")
 
 
 def runs_in(path: Path) -> list[Path]:

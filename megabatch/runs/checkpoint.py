@@ -148,8 +148,8 @@ def newest(folder: Path) -> Path | None:
         fault = _fault(path)
         if fault is None:
             return path
-        said = printable(f"megabatch: the checkpoint {path} is left out: {fault}")
-        print(said, file=sys.stderr)
+        warning = printable(f"megabatch: the checkpoint {path} is left out: {fault}")
+        print(warning, file=sys.stderr)
     return None
 
 

@@ -98,11 +98,11 @@ class State:
         numbers = (*asdict(state.noise).values(), *seconds, *state.evaluation.values())
         numbers = (*numbers, state.best_top1, *state.last_top1s)
         steps = [Step(**step) for step, _ in state.pending]
-        told = [number for _, row in state.pending for number in row]
+        pending = [number for _, row in state.pending for number in row]
         if not (
             all(type(count) is int and count >= 0 for count in counts)
             and all(type(at) is int and at >= -1 for at in (state.evaluated_at, state.best_at))
-            and all(type(number) in (int, float) for number in (*numbers, *told))
+            and all(type(number) in (int, float) for number in (*numbers, *pending))
             and all(map(math.isfinite, (*seconds, state.best_top1, *state.last_top1s)))
             and state.evaluation.keys() == State().evaluation.keys()
             and all(len(row) == len(fields(StepNumbers)) - 1 for _, row in state.pending)

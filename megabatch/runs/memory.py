@@ -68,9 +68,9 @@ def compared(memory: Memory | None, cluster: Cluster) -> Comparison:
     mine = None
     if memory is not None:
         mine = memory.standing, memory.state["steps"], memory.checksum, platform.node()
-    told = [one for one in cluster.gather(mine) if one is not None]
-    far, steps, *_ = told[0]
-    alike = [(checksum, host) for standing, _, checksum, host in told if standing == far]
+    held = [one for one in cluster.gather(mine) if one is not None]
+    far, steps, *_ = held[0]
+    alike = [(checksum, host) for standing, _, checksum, host in held if standing == far]
     checksums, hosts = zip(*alike, strict=True)
     return Comparison(steps, torch.tensor(checksums), list(hosts))
 

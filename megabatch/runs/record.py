@@ -101,23 +101,23 @@ class Record:
         """How far it came (nan: unknown)."""
         last = self.steps.last()
         # A step tells the epoch that it began at, and the images seen when it was over.
-        told = [last["epoch"], last["seen"] / (self.images or math.nan)] if last else []
-        told += [number(record.get("epoch")) for record in self.evaluations[-1:]]
-        told += [number(self.summary.get("epochs"))] if not self.resumed else []
-        return max((epoch for epoch in told if math.isfinite(epoch)), default=math.nan)
+        known = [last["epoch"], last["seen"] / (self.images or math.nan)] if last else []
+        known += [number(record.get("epoch")) for record in self.evaluations[-1:]]
+        known += [number(self.summary.get("epochs"))] if not self.resumed else []
+        return max((epoch for epoch in known if math.isfinite(epoch)), default=math.nan)
 
     @property
     def steps_done(self) -> float:
         """How many steps it has taken (nan: unknown)."""
-        told = [self.steps["step"][-1] + 1] if len(self.steps) else []
-        told += [number(self.summary.get("steps"))] if not self.resumed else []
-        return max((steps for steps in told if math.isfinite(steps)), default=math.nan)
+        known = [self.steps["step"][-1] + 1] if len(self.steps) else []
+        known += [number(self.summary.get("steps"))] if not self.resumed else []
+        return max((steps for steps in known if math.isfinite(steps)), default=math.nan)
 
     def result(self, name: str) -> float:
         """A number of the last evaluation: top1, top5 or loss (nan: none yet)."""
         # A run that ended before its first evaluation has no loss of one.
-        told = not self.resumed and self.summary.get("loss", 0.0) is not None
-        for record in (*self.evaluations[-1:], self.summary if told else {}):
+        ended = not self.resumed and self.summary.get("loss", 0.0) is not None
+        for record in (*self.evaluations[-1:], self.summary if ended else {}):
             found = number(record.get(name))
             if math.isfinite(found):
                 return found
@@ -176,25 +176,25 @@ def number(value: Any) -> float:
 
 def seconds_of(record: Record) -> float:
     """How long a run took, or has taken since it was begun."""
-    told = number(record.summary.get("seconds"))
-    if math.isfinite(told) and not record.resumed:
-        return told
+    recorded = number(record.summary.get("seconds"))
+    if math.isfinite(recorded) and not record.resumed:
+        return recorded
     began = began_at(record)
     return record.written - began if began and record.written > began else math.nan
 
 
 def began_at(record: Record) -> float | None:
-    told = str(record.environment.get("began"))
+    recorded = str(record.environment.get("began"))
     try:
-        return datetime.strptime(told, "%Y-%m-%dT%H:%M:%S%z").timestamp()
+        return datetime.strptime(recorded, "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except (ValueError, OverflowError):
         return None
 
 
 def images_per_second(record: Record) -> float:
     """Of the whole run, or of its last steps."""
-    told = number(record.summary.get("images_per_second"))
-    return told if math.isfinite(told) and not record.resumed else recent_speed(record)
+    recorded = number(record.summary.get("images_per_second"))
+    return recorded if math.isfinite(recorded) and not record.resumed else recent_speed(record)
 
 
 def recent_speed(record: Record) -> float:

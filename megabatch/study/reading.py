@@ -30,7 +30,7 @@ def _sentences(study: Study) -> Iterator[str]:
     )
     larger = [c for c in study.cells if c.arm == RECIPE and c.finished and c is not base]
     for cell in larger:
-        yield f"A batch of {cell.batch:,} ends {told(study.against_baseline(cell))}."
+        yield f"A batch of {cell.batch:,} ends {difference_in_words(study.against_baseline(cell))}."
     yield from _kept(study, base, larger)
     yield from _noise(study, base, larger)
     yield from _arms(study)
@@ -92,7 +92,7 @@ def _arms(study: Study) -> Iterator[str]:
         yield f"No difference can be seen for {listed}."
 
 
-def told(diff: Mean) -> str:
+def difference_in_words(diff: Mean) -> str:
     """A difference to the baseline in words, with its interval."""
     if not math.isfinite(diff.value):
         return "with nothing to hold it against"

@@ -194,7 +194,7 @@ class Study:
         """What was tried at each batch, and what was chosen."""
         chosen = self.chosen()
         for search in self.searches():
-            told = ", ".join(f"{run.rate:.4g}: {_percent(run.top1)}" for run in search)
+            tried = ", ".join(f"{run.rate:.4g}: {_percent(run.top1)}" for run in search)
             end = "none can be chosen"
             for run in search:
                 if run in chosen:
@@ -203,7 +203,7 @@ class Study:
                         end += ", at the edge of what was tried: widen --rates"
             arm, batch = search[0].arm, search[0].batch
             whose = "" if arm == RECIPE else f" for {arm}"
-            yield f"rates at {batch:,}{whose}, by held-out training images: {told}; {end}"
+            yield f"rates at {batch:,}{whose}, by held-out training images: {tried}; {end}"
 
     @property
     def forecast(self) -> float:

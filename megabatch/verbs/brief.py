@@ -66,5 +66,5 @@ def _value(name: str, launch: Any, config: Config) -> str:
     holder: Any = launch if hasattr(launch, name) else config
     for part in name.split("."):
         holder = getattr(holder, part)
-    said = isinstance(holder, bool) or holder is None or holder == ""
-    return "" if said else f" {holder}"
+    bare = isinstance(holder, bool) or holder is None or holder == ""
+    return "" if bare else f" {holder}"

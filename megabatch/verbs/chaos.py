@@ -138,8 +138,8 @@ def _rounds(
     outcomes = []
     for number in [chaos.round] if chaos.round else range(1, chaos.rounds + 1):
         faults = schedule(config.seed, number, chaos.faults, chaos.workers, chaos.kinds)
-        said = ", ".join(f"at {fault.at:.0%} {fault}" for _, fault in faults)
-        say(f"round {number}: {said}")
+        planned = ", ".join(f"at {fault.at:.0%} {fault}" for _, fault in faults)
+        say(f"round {number}: {planned}")
         out = (disk or place) / f"round-{number}"
         outcomes.append(disturbed(TrainingJob(command, out, disk), faults, whole, say, stop))
         how = "equal" if outcomes[-1].equal else "NOT EQUAL"

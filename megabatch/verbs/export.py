@@ -14,7 +14,7 @@ from megabatch.errors import DONE
 from megabatch.runs.begun import check_run
 from megabatch.runs.formats import SUFFIXES, check_format
 from megabatch.verbs.parsing import parse
-from megabatch.verbs.writing import check_out, say, say_result, write_whole
+from megabatch.verbs.writing import check_out, say, say_result, write_out
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> int:
 
     trained = load(folder, flags.best)
     exported = export(trained, flags.to)
-    write_whole(out, exported.data)
+    write_out(out, exported.data)
     if exported.difference is None:
         say("megabatch: not checked, onnxruntime is not installed", progress=True)
         checked = ""

@@ -22,7 +22,7 @@ from megabatch.errors import DONE, UserError
 from megabatch.verbs import study, train
 from megabatch.verbs.examples import EXAMPLES
 from megabatch.verbs.parsing import parse
-from megabatch.verbs.writing import check_out, say, write_whole
+from megabatch.verbs.writing import check_out, say, write_out
 
 STARTED = ("train", "study")
 """the verbs that a script may start"""
@@ -71,7 +71,7 @@ def run(arguments: list[str]) -> int:
         return DONE
     out = Path(flags.script)
     check_out(out, (".sh", ".sbatch"), "a script")
-    write_whole(out, script.encode())
+    write_out(out, script.encode())
     out.chmod(out.stat().st_mode | 0o111)
     start = f"sbatch {out}" if flags.slurm else f"sh {out}"
     say(f"{out}: read it, then {start}")

@@ -51,12 +51,12 @@ def parse(
 def _fitted(usage: str) -> Iterator[None]:
     """What is printed inside in plain words, its long lines broken: tyro breaks those in its boxes
     alone."""
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(printed):
             yield
     finally:
-        for line in _plain(said.getvalue()).splitlines():
+        for line in _plain(printed.getvalue()).splitlines():
             if line.startswith("usage:"):
                 line = re.sub(r" \[--.*\]", " [OPTIONS]", line) if len(line) > _WIDE else line
                 line = f"{line} {usage}".rstrip()
@@ -125,8 +125,8 @@ def _refuse(kind: type, typed: list[str], mistake: mistakes.ParseErrorEvent) -> 
     match mistake:
         case mistakes.UnrecognizedArgs(tokens=tokens):
             word = next((token for token in tokens if token.startswith("-")), None)
-            if word is None and (said := _too_many(kind, typed, tokens[0])) is not None:
-                raise UserError(said)
+            if word is None and (sentence := _too_many(kind, typed, tokens[0])) is not None:
+                raise UserError(sentence)
             word = word or tokens[0]
             close = difflib.get_close_matches(word.partition("=")[0], flags_of(kind), n=1)
             hint = f"did you mean {close[0]}? " if close else ""
@@ -141,8 +141,8 @@ def _refuse(kind: type, typed: list[str], mistake: mistakes.ParseErrorEvent) -> 
         case mistakes.InstantiationFailure() | mistakes.BadValue():
             wrong: Any = mistake.argument
             given = textwrap.shorten(" ".join(_values(wrong.display_name(), typed)), 60)
-            said = f"{wrong.display_name()} {f'is {given}' if given else 'stands alone'}"
-            raise UserError(f"{said}: it takes {_in_words(wrong.lowered.metavar)}")
+            wrong_value = f"{wrong.display_name()} {f'is {given}' if given else 'stands alone'}"
+            raise UserError(f"{wrong_value}: it takes {_in_words(wrong.lowered.metavar)}")
     raise UserError(f"{mistake.prog} does not understand its flags: {listed}")
 
 

@@ -95,22 +95,22 @@ def run(arguments: list[str]) -> int:
     )
     machine = _machine(flags)
     if flags.target_seconds is not None:
-        found, said = _in_time(config, machine, model, flags, flags.target_seconds)
+        found, remarks = _in_time(config, machine, model, flags, flags.target_seconds)
     else:
-        found, said = _compared(config, machine, model, flags)
-    print(text(found, f"{config.name}, {model.name} on {machine.name}", flags.compare, said))
+        found, remarks = _compared(config, machine, model, flags)
+    print(text(found, f"{config.name}, {model.name} on {machine.name}", flags.compare, remarks))
     result: dict[str, Any] = {
         "recipe": config.name,
         "machine": flags.machine,
         "rows": [forecast.row() for forecast in found],
         "best": [forecast.row() for forecast in fastest(found)],
-        "advice": said,
+        "advice": remarks,
     }
     if flags.html:
         from megabatch.report.plan import plan_page
 
         try:
-            Path(flags.html).write_text(plan_page(config.name, found, said))
+            Path(flags.html).write_text(plan_page(config.name, found, remarks))
         except OSError as error:
             raise UserError(f"{flags.html} cannot be written: {error.strerror}") from None
         result["html"] = flags.html
@@ -149,8 +149,8 @@ def _in_time(
     found = enough(config, machine, seconds, wire=flags.wire, workload=model)
     if found.cheapest.gpus == found.fewest.gpus:
         return [found.fewest], [f"{found.fewest.gpus:,} GPUs are the fewest and the cheapest"]
-    said = [f"{found.fewest.gpus:,} GPUs are the fewest, {found.cheapest.gpus:,} the cheapest"]
-    return [found.fewest, found.cheapest], said
+    remarks = [f"{found.fewest.gpus:,} GPUs are the fewest, {found.cheapest.gpus:,} the cheapest"]
+    return [found.fewest, found.cheapest], remarks
 
 
 def _compared(
@@ -159,7 +159,7 @@ def _compared(
     """The forecasts and what is to be said about the numbers of GPUs."""
     wire = flags.wire or wire_of(config)
     found: list[Forecast] = []
-    said: list[str] = []
+    remarks: list[str] = []
     for gpus in _numbers(flags.gpus):
         job = Job.of(config, machine, gpus, model)
         choices = candidates(
@@ -168,8 +168,8 @@ def _compared(
         here = compare(job, flags.compare, choices)
         found += here
         if flags.plan is None and flags.grid is None and flags.compare == "plans":
-            said += advice(job, fastest(here)[0], wire)
-    return found, said
+            remarks += advice(job, fastest(here)[0], wire)
+    return found, remarks
 
 
 def _numbers(words: str) -> list[int]:

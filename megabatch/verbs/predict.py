@@ -57,10 +57,10 @@ def run(arguments: list[str]) -> int:
     found: list[dict[str, Any]] = []
     bad = 0
     for first in range(0, len(flags.images), _AT_ONCE):
-        for told in _predicted(trained, flags.images[first : first + _AT_ONCE], flags.top):
-            bad += "error" in told
-            found.append(told)
-            _say(told)
+        for prediction in _predicted(trained, flags.images[first : first + _AT_ONCE], flags.top):
+            bad += "error" in prediction
+            found.append(prediction)
+            _say(prediction)
     if flags.json:
         result = {"run": flags.run, "checkpoint": str(trained.checkpoint), "images": found}
         print(json.dumps(result), flush=True)
@@ -71,30 +71,30 @@ def _predicted(trained: Any, names: tuple[str, ...], top: int) -> list[dict[str,
     """The classes of some images, or why one cannot be read."""
     import torch
 
-    told: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     pixels = []
     for name in names:
         try:
             pixels.append(trained.read([Path(name)]))
-            told[name] = {"image": name}
+            found[name] = {"image": name}
         except UserError as error:
-            told[name] = {"image": name, "error": f"{name} cannot be read ({error.__cause__})"}
-    whole = [name for name in names if "error" not in told[name]]
+            found[name] = {"image": name, "error": f"{name} cannot be read ({error.__cause__})"}
+    whole = [name for name in names if "error" not in found[name]]
     if whole:
         likely = trained.logits(torch.cat(pixels)).double().softmax(1)
         values, labels = likely.topk(min(top, likely.shape[1]), dim=1)
         for name, shares, classes in zip(whole, values.tolist(), labels.tolist(), strict=True):
-            told[name]["top"] = [
+            found[name]["top"] = [
                 {"class": trained.classes[label], "label": label, "probability": share}
                 for label, share in zip(classes, shares, strict=True)
             ]
-    return [told[name] for name in names]
+    return [found[name] for name in names]
 
 
-def _say(told: dict[str, Any]) -> None:
-    if "error" in told:
-        say(f"megabatch: {told['error']}", progress=True)
+def _say(prediction: dict[str, Any]) -> None:
+    if "error" in prediction:
+        say(f"megabatch: {prediction['error']}", progress=True)
         return
-    say(told["image"])
-    for guess in told["top"]:
+    say(prediction["image"])
+    for guess in prediction["top"]:
         say(f"  {100 * guess['probability']:6.2f} %  {guess['class']}")

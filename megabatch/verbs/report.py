@@ -12,7 +12,7 @@ import tyro
 from megabatch.errors import DONE, UserError
 from megabatch.study.trials import is_study
 from megabatch.verbs.parsing import parse
-from megabatch.verbs.writing import check_out, say, write_whole
+from megabatch.verbs.writing import check_out, say, write_out
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def run(arguments: list[str]) -> int:
     records = [read(folder) for folder in reversed(folders.values())]
     # Names of files may hold what is no Unicode.
     written = report(records).encode(errors="replace")
-    write_whole(out, written)
+    write_out(out, written)
     bad = sum(record.bad_lines for record in records)
     if bad:
         say(f"megabatch: {bad:,} lines of metrics could not be read", progress=True)
@@ -70,7 +70,7 @@ def _study(folder: Path, out: Path, as_json: bool) -> int:
 
     study = read(folder)
     written = study_page(study).encode(errors="replace")
-    write_whole(out, written)
+    write_out(out, written)
     runs = sum(len(cell.runs) for cell in study.cells)
     say(f"{out}: a study of {runs} runs, {len(written) / 1e3:,.0f} kB")
     if as_json:

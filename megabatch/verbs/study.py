@@ -27,7 +27,7 @@ from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.sizing import doubts, recipe_named, sized
 from megabatch.verbs.workers import how_many, keeping_stop_requests, on_workers, started_here
-from megabatch.verbs.writing import say, say_result, write_whole
+from megabatch.verbs.writing import say, say_result, write_out
 
 _WITHOUT_GPU = 2
 """workers of a machine that has none"""
@@ -275,27 +275,27 @@ def _rates(words: str) -> list[float]:
 def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
     from megabatch.report.figure import error_figure
     from megabatch.report.study import study_page
-    from megabatch.report.study_rows import told
+    from megabatch.report.study_rows import table_lines
     from megabatch.study.reading import reading
     from megabatch.study.results import read
 
     study = read(out)
     rows = list(study.rows())
-    for line in told(rows):
+    for line in table_lines(rows):
         say(line)
-    page, said = out / "report.html", reading(study)
-    write_whole(page, study_page(study).encode(errors="replace"))
+    page, conclusion = out / "report.html", reading(study)
+    write_out(page, study_page(study).encode(errors="replace"))
     recipe = next((r.run.config.get("name") for c in study.cells for r in c.runs), None)
     title = f"{recipe or 'study'}: top-1 error against batch size"
-    write_whole(out / "error.svg", error_figure(study, title).encode(errors="replace"))
-    say_result(said)
+    write_out(out / "error.svg", error_figure(study, title).encode(errors="replace"))
+    say_result(conclusion)
     say_result(f"{page}")
     failed = sum(len(row["failed"]) for row in rows)
     result = {
         "out": str(out),
         "ended": ended,
         "report": str(page),
-        "reading": said,
+        "reading": conclusion,
         "rows": rows,
         "rates": [
             {"arm": run.arm, "batch": run.batch, "rate": run.rate, "times": run.factor}
@@ -304,7 +304,7 @@ def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
         "forecast": None if math.isnan(study.forecast) else study.forecast,
     }
     written = {"command": sys.argv, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **result}
-    write_whole(out / "study.json", (json.dumps(written, indent=2) + "\n").encode())
+    write_out(out / "study.json", (json.dumps(written, indent=2) + "\n").encode())
     if flags.json:
         print(json.dumps(result), flush=True)
     if ended == "stopped":

@@ -114,7 +114,7 @@ class WatchedLines:
     """A line now and then, and one for each evaluation, on standard error."""
 
     def __init__(self, every: float) -> None:
-        self._every, self._due, self._told = every, 0.0, 0
+        self._every, self._due, self._shown = every, 0.0, 0
 
     def __enter__(self) -> WatchedLines:
         return self
@@ -123,9 +123,9 @@ class WatchedLines:
         pass
 
     def update(self, run: Watched) -> None:
-        for words in evaluations(run.record, self._told):
+        for words in evaluations(run.record, self._shown):
             say(words, progress=True)
-        self._told = len(run.record.evaluations)
+        self._shown = len(run.record.evaluations)
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + self._every
             say(f"{time.strftime('%H:%M:%S')}  {run.line()}", progress=True)
@@ -146,7 +146,7 @@ class WatchedBar:
             TextColumn("{task.description}", markup=False),
             console=console,
         )
-        self._bar, self._told = self._progress.add_task("", total=1.0), 0
+        self._bar, self._shown = self._progress.add_task("", total=1.0), 0
 
     def __enter__(self) -> WatchedBar:
         self._progress.start()
@@ -161,9 +161,9 @@ class WatchedBar:
         self._progress.stop()
 
     def update(self, run: Watched) -> None:
-        for words in evaluations(run.record, self._told):
+        for words in evaluations(run.record, self._shown):
             self._progress.console.print(words, markup=False, highlight=False, soft_wrap=True)
-        self._told = len(run.record.evaluations)
+        self._shown = len(run.record.evaluations)
         self._progress.update(
             self._bar, completed=run.share, description=printable(run.line(self._brief))
         )
@@ -197,15 +197,15 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         say("megabatch: no longer watching; the run itself goes on", progress=True)
     result = watched.result()
-    say_result(_said(watched, flags.patience))
+    say_result(_outcome(watched, flags.patience))
     if flags.json:
         print(json.dumps(result), flush=True)
     ends = {"failed": FAILED, "silent": FAILED, "missing": FAILED, "stopped": STOPPED}
     return ends.get(watched.state, DONE)
 
 
-def _said(run: Watched, patience: float) -> str:
-    told = {
+def _outcome(run: Watched, patience: float) -> str:
+    outcome = {
         "finished": "finished",
         "target": "reached the target",
         "stopped": "stopped on request (--resume goes on)",
@@ -215,4 +215,4 @@ def _said(run: Watched, patience: float) -> str:
         "silent": f"silent for {duration(run.record.silent_seconds())}: was it killed?",
         "missing": f"not there after {duration(patience)}",
     }.get(run.state, run.state)
-    return f"{run.path}: {told}; top-1 {percent(run.record.result('top1'))}, {run.line()}"
+    return f"{run.path}: {outcome}; top-1 {percent(run.record.result('top1'))}, {run.line()}"

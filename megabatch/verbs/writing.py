@@ -21,7 +21,7 @@ def check_out(out: Path, suffixes: tuple[str, ...], what: str) -> None:
         raise UserError(f"{out} cannot be written: name a file in a folder that is there")
 
 
-def write_whole(out: Path, data: bytes) -> None:
+def write_out(out: Path, data: bytes) -> None:
     """Aside, then renamed: who reads it finds the old file or the new one."""
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
