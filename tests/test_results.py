@@ -1,6 +1,10 @@
 """Numbers in the README and the docs are those of the files that they are said to come from."""
 
 import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -58,3 +62,26 @@ def test_what_a_killed_worker_costs(name):
     assert f"{memory['kills']} random SIGKILLs in {memory['runs']} runs" in told
     assert f"{seconds['median']:.1f} s" in told
     assert f"{seconds['most']:.1f} s" in told or f"{seconds['most']:.0f} s" in told
+
+
+def test_the_papers_tables():
+    told = page("results/papers/README.md")
+    for name in ("ablation", "scaling"):
+        found = result(f"papers/{name}.json")
+        assert found["command"] in told and found["date"] in told
+        for row in found["rows"]:
+            for value in (row["images_per_second"], row.get("predicted")):
+                assert value is None or f"| {value:.3g} |" in told or f"| {value:.2f} |" in told
+
+
+def test_the_papers_picture_is_what_its_numbers_draw(tmp_path):
+    subprocess.run(
+        [sys.executable, ROOT / "benchmarks/papers_pictures.py", "--out", tmp_path / "drawn.svg"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    drawn = (tmp_path / "drawn.svg").read_text()
+    assert drawn == page("results/papers/scaling.svg")
+    dots = [e for e in ET.fromstring(drawn).iter() if e.attrib.get("class") == "dot"]
+    rows = result("papers/scaling.json")["rows"]
+    assert len(dots) == 2 * len(rows) + sum("predicted" in row for row in rows)

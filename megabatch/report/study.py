@@ -40,7 +40,7 @@ def study_page(study: Study, now: float | None = None) -> str:
         Section("Error against batch", _errors(study, colours), _ERRORS_NOTE),
         Section("Epochs to the baseline's accuracy", _epochs(study), _EPOCHS_NOTE),
         Section("Arms", _arms(study), _ARMS_NOTE),
-        Section("Curves", _curves(study), "Top-1 against epochs: means over seeds."),
+        Section("Curves", _curves(study), "Against epochs: means over seeds."),
         Section("Time", _time(study, colours)),
         Section("Rates", rates(study), RATES_NOTE),
         Section("Gradient noise", noise(study), NOISE_NOTE),
@@ -185,15 +185,23 @@ def _curves(study: Study) -> str:
     )
     key = "".join(f"<span>{dot(at)}{cell.batch:,}</span>" for at, cell in enumerate(recipe))
     out = f'<div class="key">{key}</div><div class="charts">{drawn}</div>' if drawn else ""
-    for batch in study.batches:
-        cells = [cell for cell in study.cells if cell.batch == batch and cell.curve]
-        if len(cells) < 2:
-            continue
-        lines = [_curve(cell.arm, at, cell) for at, cell in enumerate(cells)]
-        key = "".join(f"<span>{dot(at)}{text(c.arm)}</span>" for at, c in enumerate(cells))
-        drawn = chart(f"Arms at {batch:,}", lines, "top-1", percent=True, wide=True)
-        out += f'<div class="key">{key}</div><div class="charts">{drawn}</div>'
-    return out
+    return out + "".join(_compared(study, batch) for batch in study.batches)
+
+
+def _compared(study: Study, batch: int) -> str:
+    """The arms at one batch, epoch by epoch: what they know and what they lose."""
+    cells = study.to_compare(batch)
+    if not cells:
+        return ""
+    known = [_curve(cell.arm, at, cell) for at, cell in enumerate(cells)]
+    lost = [
+        Curve(cell.arm, at, [x for x, _ in cell.losses], [y for _, y in cell.losses], "smooth")
+        for at, cell in enumerate(cells)
+    ]
+    key = "".join(f"<span>{dot(at)}{text(cell.arm)}</span>" for at, cell in enumerate(cells))
+    drawn = chart(f"Arms at {batch:,}", known, "top-1", percent=True)
+    drawn += chart(f"Arms at {batch:,}", lost, "training loss, each by its own labels")
+    return f'<div class="key">{key}</div><div class="charts">{drawn}</div>'
 
 
 def _curve(name: str, at: int, cell: Cell) -> Curve:

@@ -94,6 +94,14 @@ class Cell:
             for points in zip(*curves, strict=False)
         ]
 
+    @property
+    def losses(self) -> list[tuple[float, float]]:
+        """Epochs and training loss of its steps, the mean over seeds."""
+        steps = [run.run.steps for run in self.finished]
+        epochs = steps[0]["epoch"] if steps else ()
+        losses = zip(*(one["loss"] for one in steps), strict=False)
+        return [(epoch, statistics.fmean(of)) for epoch, of in zip(epochs, losses, strict=False)]
+
     def epochs_to(self, accuracy: float) -> float:
         """Epochs until the mean curve reached a top-1 (nan: it did not)."""
         return next((epoch for epoch, top1 in self.curve if top1 >= accuracy), math.nan)
@@ -126,6 +134,12 @@ class Study:
 
     def cell(self, arm: str, batch: int) -> Cell | None:
         return next((c for c in self.cells if (c.arm, c.batch) == (arm, batch)), None)
+
+    def to_compare(self, batch: int) -> list[Cell]:
+        """The recipe and its arms at one batch, as far as they have curves; empty where fewer than
+        two have."""
+        found = [cell for cell in self.cells if cell.batch == batch and cell.curve]
+        return found if len(found) > 1 else []
 
     def against_baseline(self, cell: Cell) -> Mean:
         """Top-1 less the baseline's, in points."""

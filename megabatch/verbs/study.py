@@ -273,7 +273,7 @@ def _rates(words: str) -> list[float]:
 
 
 def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
-    from megabatch.report.figure import error_figure
+    from megabatch.report.figure import arms_figure, error_figure
     from megabatch.report.study import study_page
     from megabatch.report.study_rows import table_lines
     from megabatch.study.reading import reading
@@ -288,6 +288,9 @@ def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
     recipe = next((r.run.config.get("name") for c in study.cells for r in c.runs), None)
     title = f"{recipe or 'study'}: top-1 error against batch size"
     write_out(out / "error.svg", error_figure(study, title).encode(errors="replace"))
+    for batch in study.batches:
+        if drawn := arms_figure(study, batch, f"{recipe or 'study'} at {batch:,}: top-1"):
+            write_out(out / f"arms-{batch}.svg", drawn.encode(errors="replace"))
     say_result(conclusion)
     say_result(f"{page}")
     failed = sum(len(row["failed"]) for row in rows)
