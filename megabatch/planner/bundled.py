@@ -275,9 +275,9 @@ def _of_nvidia() -> list[Machine]:
     ]  # fmt: skip
 
 
-# One H200, torch 2.11, bf16, 2026-11-15: images/s by images in a pass. ResNet-50 is the trainer's own
-# step (results/planner/h200.json); the others are torchvision's nets, not compiled, a step captured
-# as one CUDA graph (results/planner/passes-h200.jsonl).
+# One H200, torch 2.11, bf16, 2026-11-15: images/s by images in a pass. ResNet-50 is the trainer's
+# own step (results/planner/h200.json); the others are torchvision's nets, not compiled, a step
+# captured as one CUDA graph (results/planner/passes-h200.jsonl).
 _H200 = {
     "resnet50": {16: 3098.1, 32: 4698.8, 64: 6475.4, 128: 8391.9, 256: 10_077.0, 512: 11_057.8,
                  1024: 11_654.1},

@@ -20,12 +20,13 @@ from megabatch.planner.machine import Machine, Rate
 from megabatch.planner.nets import BUILDERS
 from megabatch.planner.workload import Workload, usual
 
-# Of a pass in half precision on one H200, the net as torch has it (results/planner/passes-h200.jsonl):
-# VGG-16 and ResNet-50 give both constants, ResNet-152 and ViT-B/16 are met within 10 % by them.
+# Of a pass in half precision on one H200, nets as torch has them (passes-h200.jsonl in
+# results/planner): VGG-16 and ResNet-50 give both constants, ResNet-152 and ViT-B/16 are met within
+# 10 % by them.
 REACHED = 0.52  # of the chip's operations a second
 TIMES_MOVED = 15.7  # that each element a layer puts out goes to or from memory
-# What better software saves is moves: a ResNet-50 compiled whole makes 0.58 of them. Kernels that are
-# made for one family save more (this trainer's for ResNets: 0.24), but not for the nets of another.
+# What better software saves is moves: a ResNet-50 compiled whole makes 0.58 of them. Kernels made
+# for one family save more (this trainer's for ResNets: 0.24 are left), but not for another's nets.
 COMPILED = 0.58
 UPDATE_BYTES = 32  # that an optimiser moves for a parameter: gradient, weight, momentum, norms
 KEPT_TIMES = 1.5  # what a pass keeps of each element for backward, workspace included
