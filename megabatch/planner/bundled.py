@@ -247,15 +247,17 @@ def _of_nvidia() -> list[Machine]:
         ),
         _hopper("dgx-h100", "h100", (Rate("resnet50", 400, 57_450 / 8, workers=8),),
                 "MLPerf v4.0, 400 images on eight [found: S8]"),
-        _hopper("hgx-h200", "h200", tuple(Rate("resnet50", n, rate) for n, rate in _H200.items()),
-                "measured on one: PyTorch, torch.compile, bf16, channels last (results/gpu)"),
+        _hopper("hgx-h200", "h200",
+                tuple(Rate(net, n, rate) for net in _H200 for n, rate in _H200[net].items()),
+                "measured on one, bf16, 2026-11-15: ResNet-50 by megabatch bench step, the others "
+                "as torch has them (results/planner)"),
         Machine(
             name="dgx-b200",
             chip="b200",
             workers_per_node=8,
             node=Node(_NVLINK, 2 * 370e9),
             network=Network(_NET, 47e9, nics=8),
-            rates=(Rate("resnet50", 400, 12_350.0),),
+            rates=(Rate("resnet50", 400, 19_500.0, assumed=True),),
             launch_seconds=_LAUNCH,
             sending_share=_taken(16, 148),
             input_images_per_second=112 * _DECODED,
@@ -263,8 +265,8 @@ def _of_nvidia() -> list[Machine]:
             sources={
                 "node": "twice the NVLink of an H100 [recalled H], as much of it used",
                 "network": f"8 NICs of 400 Gbit/s [recalled H], as an H100's; a hop: {_NCCL}",
-                "rates": "assumed, nobody published it: one H200's 7,143 by multiply-adds and "
-                "memory",
+                "rates": "assumed, nobody published it: one H200's step, its products 2.3 and its "
+                "moves 1.6 times as fast",
                 "input_images_per_second": "112 cores, 256-pixel packs, by results/gpu",
                 "watts_per_gpu": "14.3 kW a node at most [recalled H]",
                 "launch_seconds": _NCCL,
@@ -273,9 +275,16 @@ def _of_nvidia() -> list[Machine]:
     ]  # fmt: skip
 
 
-# One H200, ResNet-50 at 224 px, torch.compile, bf16, channels last: images/s by micro-batch. Those
-# at 50 and 400 are of a step captured as one CUDA graph (results/gpu/step-compiled.json).
-_H200 = {50: 4968.0, 256: 6834.0, 400: 7143.0, 1024: 7415.0}
+# One H200, torch 2.11, bf16, 2026-11-15: images/s by images in a pass. ResNet-50 is the trainer's
+# own step (results/planner/h200.json); the others are torchvision's nets, not compiled, a step
+# captured as one CUDA graph (results/planner/passes-h200.jsonl).
+_H200 = {
+    "resnet50": {16: 3098.1, 32: 4698.8, 64: 6475.4, 128: 8391.9, 256: 10_077.0, 512: 11_057.8,
+                 1024: 11_654.1},
+    "vgg16": {16: 2236.4, 64: 3264.6, 256: 3661.2, 512: 3673.6},
+    "vit_b_16": {16: 1687.2, 64: 2127.1, 256: 2354.4, 512: 2453.7},
+    "convnext_tiny": {16: 1661.6, 64: 2497.5, 256: 3030.5, 512: 3239.8},
+}  # fmt: skip
 
 
 def _hopper(name: str, chip: str, rates: tuple[Rate, ...], source: str) -> Machine:

@@ -40,7 +40,7 @@ def doubts(machine: Machine, workload: Workload, gpus: int) -> Iterator[tuple[Do
     if not is_measured(machine, workload):
         spread = machine.generation.spread
         yield Doubt(curve=1 / spread), Doubt(curve=spread)
-    if all(row.model != workload.name for row in machine.rates):
+    if all(row.assumed or row.model != workload.name for row in machine.rates):
         yield Doubt(speed=1 / 1.35), Doubt(speed=1.35)
     # runs of one machine differ by a few per cent; clusters lose more than is modelled
     clustered = gpus > machine.workers_per_node

@@ -81,6 +81,8 @@ class Checked:
             if one.type == "str" and not isinstance(value, str):
                 key = f"{self.called}.{one.name}".lstrip(".")
                 raise UserError(f"{key} is {shown(value)}: give a text")
+            if one.type == "bool" and not isinstance(value, bool):
+                raise UserError(f"{self.called}.{one.name} is {shown(value)}: give true or false")
             if limits is None or (value is None and one.default is None):
                 continue
             if not limits.hold(value):
@@ -171,6 +173,8 @@ class Rate(Checked):
     micro: int = _number(least=1, whole=True)
     images_per_second: float = _number(above=0)
     workers: int = _number(1, least=1, whole=True)
+    assumed: bool = False
+    """nobody measured it: the interval is wider for it"""
 
 
 @dataclass(frozen=True)
@@ -335,6 +339,7 @@ def _rate(said: Any) -> Rate:
             )
         # two operations a multiply-add, and backward has twice as many as forward
         row["images_per_second"] = efficiency * flops / (6 * usual(row["model"]).multiply_adds)
+        row["assumed"] = True
     rate: Rate = _part(Rate, row, "compute")
     if rate is None:
         raise UserError("a row of compute is empty: give model, micro and images_per_second")

@@ -66,10 +66,15 @@ def sources() -> str:
 
 def chips() -> str:
     """What each generation's curve is, and from where."""
-    lines = ["| chip | images that the fixed cost is worth | range | source |", "|---|---|---|---|"]
+    lines = ["| chip | the fixed cost of a pass | range | source |", "|---|---|---|---|"]
     for chip in CHIPS.values():
-        low, high = chip.half / chip.spread, chip.half * chip.spread
-        lines.append(f"| {chip.name} | {chip.half:.3g} | {low:.2g} to {high:.2g} | {chip.source} |")
+        cost, unit = chip.half, "images"
+        if chip.fixed_seconds is not None:
+            cost, unit = 1e3 * chip.fixed_seconds, "ms"
+        low, high = cost / chip.spread, cost * chip.spread
+        lines.append(
+            f"| {chip.name} | {cost:.3g} {unit} | {low:.2g} to {high:.2g} | {chip.source} |"
+        )
     return "\n".join(lines)
 
 
