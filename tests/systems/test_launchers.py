@@ -235,6 +235,36 @@ def test_a_job_whose_time_is_up_is_queued_again_and_goes_on(slurm, alone, tmp_pa
     assert json.loads((out / "summary.json").read_text())["weights_sha256"] == alone(LONG)
 
 
+STUDY = [MEGABATCH, "study", "digits", "--batches", "32,64", "--epochs", "4", "--deterministic"]
+"""of two runs, each long enough to be stopped in"""
+
+
+def test_a_study_whose_time_is_up_is_queued_again_and_ends_as_one_that_was_not(slurm, tmp_path):
+    words = ["--slurm", "--nodes", 2, "--workers", 1, "--cpu"]
+    out = tmp_path / "study"
+    script = written([*STUDY, "--out", str(out)], words, tmp_path, slurm)
+    job = run(["sbatch", "--parsable", f"--output={tmp_path}/log", script], slurm).stdout.strip()
+    evidence = lambda: state_of(job, slurm) + (tmp_path / "log").read_text()  # noqa: E731
+    await_that(lambda: [*out.glob("*/metrics.jsonl")], evidence)
+    run(["scancel", "--signal=TERM", job], slurm)
+    await_that(lambda: "PENDING" in state_of(job, slurm), evidence)
+    assert len(weights_of(out)) < 2
+    run(["scontrol", "update", f"JobId={job}", "StartTime=now+5"], slurm)
+    await_that(lambda: "COMPLETED" in state_of(job, slurm), evidence)
+    straight = [*STUDY, "--workers", "1", "--device", "cpu", "--out", tmp_path / "straight"]
+    assert run(straight, slurm).returncode == 0
+    assert len(weights_of(out)) == 2
+    assert weights_of(out) == weights_of(tmp_path / "straight")
+
+
+def weights_of(study):
+    """Of its finished runs, by name."""
+    found = {
+        path.parent.name: json.loads(path.read_text()) for path in study.glob("*/summary.json")
+    }
+    return {n: one["weights_sha256"] for n, one in found.items() if one["ended"] == "finished"}
+
+
 def state_of(job, environ):
     return run(["scontrol", "show", "job", job], environ).stdout
 

@@ -80,11 +80,12 @@ def login(name, ssh, address):
     return subprocess.run(line, capture_output=True).returncode == 0
 
 
-def script(folder, addresses, *train):
+def script(folder, addresses, *line):
+    """As launch writes it for that line of train or study."""
     path = folder / "run.sh"
     words = ["launch", "--hosts", ",".join(addresses), "--workers", "2", "--cpu"]
-    line = [*MEGABATCH, *words, "--script", path, *TRAIN, *train]
-    subprocess.run([*map(str, line)], check=True, cwd=folder)
+    command = [*MEGABATCH, *words, "--script", path, *line]
+    subprocess.run([*map(str, command)], check=True, cwd=folder)
     return path
 
 
@@ -116,7 +117,7 @@ def alone(tmp_path_factory):
 
 def test_two_hosts_train_stop_and_go_on(network, alone, tmp_path):
     out = tmp_path / "run"
-    path = script(tmp_path, network[1], "--epochs", "6", "--out", out)
+    path = script(tmp_path, network[1], *TRAIN, "--epochs", "6", "--out", out)
     with begun(network, path) as process:
         until(lambda: (out / "checkpoints").is_dir(), "a checkpoint")
         process.send_signal(signal.SIGTERM)
@@ -131,9 +132,20 @@ def test_two_hosts_train_stop_and_go_on(network, alone, tmp_path):
     assert not [*tmp_path.glob(".launch*")]
 
 
+def test_two_hosts_run_a_study(network, tmp_path):
+    out = tmp_path / "study"
+    line = ["study", "digits", "--batches", "64,128", "--epochs", "1", "--out", out]
+    path = script(tmp_path, network[1], *line)
+    with begun(network, path) as process:
+        said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, said
+    assert json.loads((out / "study.json").read_text())["ended"] == "finished"
+    assert [summary(out / run)["world"] for run in ("64-s0", "128-s0")] == [4, 4]
+
+
 def test_a_host_that_cannot_be_reached_ends_it(network, tmp_path):
     """The others wait for it as torchrun does; told to stop, they end."""
-    path = script(tmp_path, [network[1][0], "10.77.0.99"], "--epochs", "1")
+    path = script(tmp_path, [network[1][0], "10.77.0.99"], *TRAIN, "--epochs", "1")
     with begun(network, path) as process:
         until(lambda: [*tmp_path.glob(".launch*-0")], "torchrun")
         process.send_signal(signal.SIGTERM)
