@@ -3,6 +3,8 @@
 Tiny ImageNet, `tiny30` at 4,096, seed by seed, first by kernels and then without.
 
     python benchmarks/accuracy_gpu.py PACK [--seeds 3] [--json FILE]
+
+Runs that the file has are kept.
 """
 
 import argparse
@@ -12,10 +14,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from machine import on_gpu
+from machine import on_gpu, so_far
 
 import megabatch as mb
 from megabatch import passes
+
+WAYS = ("kernels", "plain, compiled")
 
 
 def tiny30(pack, batch):
@@ -34,11 +38,11 @@ def without_kernels():
         passes.fusable = own
 
 
-def trained(config, seed, ours):
-    with nullcontext() if ours else without_kernels():
+def trained(config, seed, way):
+    with nullcontext() if way == "kernels" else without_kernels():
         summary = mb.train(replace(config, seed=seed, compile="always"), quiet=True)
     return {
-        "way": "kernels" if ours else "plain, compiled",
+        "way": way,
         "seed": seed,
         "top1": summary.top1,
         "best_top1": summary.best_top1,
@@ -59,16 +63,18 @@ def main():
     config = tiny30(arguments.pack, arguments.batch)
     if arguments.epochs != config.epochs:
         config = config.resized(epochs=arguments.epochs)
-    found = {**on_gpu(), "runs": []}
-    for ours in (True, False):
+    found = {**on_gpu(), "runs": so_far(arguments.json, "runs")}
+    kept = {(run["way"], run["seed"]) for run in found["runs"]}
+    for way in WAYS:
         for seed in range(arguments.seeds):
-            found["runs"].append(trained(config, seed, ours))
+            if (way, seed) in kept:
+                continue
+            found["runs"].append(trained(config, seed, way))
             print(found["runs"][-1], flush=True)
             if arguments.json:  # as it comes: a machine may be taken back
                 arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     means = [
-        statistics.mean(run["top1"] for run in found["runs"] if run["way"] == way)
-        for way in ("kernels", "plain, compiled")
+        statistics.mean(run["top1"] for run in found["runs"] if run["way"] == way) for way in WAYS
     ]
     print(f"mean top-1 {means[0]:.2%} by kernels, {means[1]:.2%} without")
 

@@ -5,17 +5,20 @@ under bf16 autocast, and the pass by kernels. A distance is the mean over steps 
 lies from fp32's; ours may be 1.5 times plain bf16's.
 
     python benchmarks/loss_gpu.py PACK [--seeds 3] [--json FILE]
+
+Seeds that the file has are kept.
 """
 
 import argparse
 import json
 import statistics
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from accuracy_gpu import tiny30, without_kernels
-from machine import on_gpu
+from machine import on_gpu, so_far
 
 import megabatch as mb
 
@@ -62,9 +65,12 @@ def main():
     arguments = flags.parse_args()
     config = tiny30(arguments.pack, arguments.batch)
     config = config.resized(epochs=arguments.steps * arguments.batch / 100_000)
-    found = {**on_gpu(), "batch": arguments.batch, "seeds": []}
-    for seed in range(arguments.seeds):
+    kept = so_far(arguments.json, "seeds")
+    found = {**on_gpu(), "batch": arguments.batch, "seeds": kept}
+    for seed in range(len(kept), arguments.seeds):
         taken = {way: losses(config, seed, way) for way in WAYS}
+        if any(len(losses) < arguments.steps for losses in taken.values()):
+            sys.exit("a run was stopped: the same command goes on")
         plain, ours = (distance(taken[way], taken["fp32"]) for way in ("plain bf16", "kernels"))
         found["seeds"].append({"plain bf16": plain, "kernels": ours, "losses": taken})
         print(f"seed {seed}: {plain:.5f} plain bf16, {ours:.5f} kernels, {ours / plain:.2f} x")

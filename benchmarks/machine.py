@@ -1,6 +1,7 @@
 """What a measurement was made on and by, for the file that it writes."""
 
 import datetime
+import json
 import os
 import shlex
 import subprocess
@@ -23,6 +24,11 @@ def on_gpu():
 
 def on_cores():
     return {"machine": f"{len(os.sched_getaffinity(0))} x {_chip()}", **_by()}
+
+
+def so_far(path, name):
+    """What an earlier run of the same measurement has left in its file, to go on from."""
+    return json.loads(path.read_text())[name] if path and path.exists() else []
 
 
 def _by():

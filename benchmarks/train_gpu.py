@@ -32,10 +32,12 @@ CASES = {
     "64": (f"{SMALL} --batch 4096 --micro 1024 --span 256", 120),
     "64small": (f"{SMALL} --batch 256 --micro 256 --span 256", 600),
     "alexnet": (f"{LARGE} --model alexnet_bn --data.size 227", 80),
-    "saves": (f"{LARGE} --span 32 --save-every 1", 120),
+    "saves": (f"{LARGE} --save-every 5", 220),
 }
 FIRST = 20
 """steps that are not counted"""
+AFTER = 6
+"""steps from an epoch's begin, or a checkpoint's, that are told"""
 
 
 def command(case, pack, out):
@@ -74,16 +76,19 @@ def measured(case, pack):
         seconds = [line["batch"] / line["images_per_second"] for line in steps]
         shutil.copy(out / "metrics.jsonl", Path(tempfile.gettempdir()) / f"{case}.jsonl")
     late = seconds[FIRST:-1]  # the last is heard of after evaluation and checkpoint
-    epochs = [int(line["epoch"]) for line in steps]
-    # A checkpoint is begun after the last step of an epoch: the time of the next one has it.
-    turns = [one != other for one, other in pairwise(epochs[FIRST - 1 : -1])]
-    after = [one for one, turned in zip(late, turns, strict=True) if turned]
+    # A checkpoint is begun after a step and written while the next ones run: these have its cost.
+    every = float(words[words.index("--save-every") + 1]) or 1
+    turns = [int(line["epoch"] / every) for line in steps]
+    begun = [i for i, (one, other) in enumerate(pairwise(turns), 1) if one != other and i > FIRST]
+    after = [seconds[i : i + AFTER] for i in begun if i + AFTER < len(seconds)]
     summary = json.loads(ran.stdout.splitlines()[-1])
     return {
         "command": " ".join(words[1:]),
         "images_per_second": steps[-1]["batch"] * len(late) / sum(late),
         "median_ms": statistics.median(late) * 1e3,
-        "first_of_an_epoch_ms": statistics.median(after) * 1e3 if after else None,
+        "after_epochs_or_saves_ms": [
+            statistics.median(ms) * 1e3 for ms in zip(*after, strict=True)
+        ],
         "first_step_s": seconds[0],
         "around_the_run_s": whole - summary["seconds"],
         "steps": len(steps),
