@@ -106,7 +106,7 @@ def shuffled(seed: int, positions: Tensor, images: int) -> Tensor:
 class Dropout(torch.nn.Module):
     """Dropout whose masks are keyed by seed, layer and the positions of the images in the batch.
 
-    `positions` is set by `set_positions` before each pass in training.
+    `positions` are set before each pass in training.
     """
 
     positions: Tensor
@@ -138,9 +138,3 @@ def key_dropout(module: torch.nn.Module, seed: int) -> Callable[[], None]:
         return Dropout(layer.p, seed, next(numbers))
 
     return replace_layers(module, keyed_one)
-
-
-def set_positions(module: torch.nn.Module, positions: Tensor) -> None:
-    for layer in module.modules():
-        if isinstance(layer, Dropout):
-            layer.positions = positions

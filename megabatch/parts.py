@@ -19,7 +19,7 @@ from megabatch.ema import WeightAverage
 from megabatch.errors import UserError
 from megabatch.finetune import begin_from
 from megabatch.graphs import CapturedPass, captured
-from megabatch.keyed import key_dropout
+from megabatch.keyed import Dropout, key_dropout
 from megabatch.models.resnet import open_blocks
 from megabatch.models.zoo import is_foreign
 from megabatch.optim import Layerwise, build, parameter_groups
@@ -47,6 +47,8 @@ class Parts:
     scale: LossScale
     moving: MovingAverages
     average: WeightAverage
+    dropouts: tuple[Dropout, ...]
+    """of the net, looked for once: it has hundreds of modules"""
 
     def __enter__(self) -> Parts:
         return self
@@ -196,4 +198,5 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
         scale=scale,
         moving=moving,
         average=average,
+        dropouts=tuple(layer for layer in net.modules() if isinstance(layer, Dropout)),
     )

@@ -14,9 +14,9 @@ from megabatch.batch import Step
 from megabatch.batchnorm import InputMoments
 from megabatch.cluster import Cluster
 from megabatch.data.loader import StepLoader
-from megabatch.keyed import Purpose, keyed, set_positions
 from megabatch.parts import Parts
 from megabatch.precision import autocast
+from megabatch.step import key_draws
 from megabatch.sync.summation import TreeSum
 from megabatch.tree import deal
 
@@ -35,9 +35,7 @@ def recompute_statistics(parts: Parts, loader: StepLoader, images: int, cluster:
     parts.net.train()
     with moments.noted(), autocast(parts.config, cluster.device):
         for micro in loader.share(Step(index=0, seen=0, batch=images, epoch=0.0, stage=0)):
-            set_positions(parts.net, micro.positions)
-            if parts.own:  # as in a step of training
-                torch.manual_seed(keyed(parts.config.seed, Purpose.GENERATOR, micro.first))
+            key_draws(parts, micro)
             parts.net(micro.images)
             total.push(moments.take())
     with parts.engine.blocked("the end of batch norm's statistics"):

@@ -21,7 +21,7 @@ from megabatch.batch import Step
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.loader import MicroBatch
-from megabatch.keyed import Purpose, keyed, set_positions
+from megabatch.keyed import Purpose, keyed
 from megabatch.parts import Parts
 from megabatch.passes import logits_of
 from megabatch.precision import autocast, full_dtype
@@ -71,10 +71,8 @@ def train_step(
 def _pass(parts: Parts, micro: MicroBatch, batch: int) -> Tensor:
     """Forward and backward over one micro-batch, whose buckets leave meanwhile; returns its part of
     the mean loss over the global batch."""
-    config, scale = parts.config, parts.scale
-    set_positions(parts.net, micro.positions)
-    if parts.own:  # torch's generator, which bundled models leave alone, is keyed by position too
-        torch.manual_seed(keyed(config.seed, Purpose.GENERATOR, micro.first))
+    scale = parts.scale
+    key_draws(parts, micro)
     if parts.graph is not None:
         factor = scale.value / batch if scale.on else 1 / batch
         found, gradients = parts.graph(micro.images, micro.labels, factor)
@@ -84,6 +82,15 @@ def _pass(parts: Parts, micro: MicroBatch, batch: int) -> Tensor:
     loss = found.loss / batch
     parts.engine.backward(loss * scale.value if scale.on else loss, found.counts, found.statistics)
     return loss.detach()
+
+
+def key_draws(parts: Parts, micro: MicroBatch) -> None:
+    """What the next pass draws is keyed by its images' positions: dropout, and in a module of
+    somebody else's torch's generator, which bundled models leave alone."""
+    for layer in parts.dropouts:
+        layer.positions = micro.positions
+    if parts.own:
+        torch.manual_seed(keyed(parts.config.seed, Purpose.GENERATOR, micro.first))
 
 
 def _update(parts: Parts, control: Control, count: int, lr: float, momentum: float) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabatch.keyed import Dropout, Purpose, key_dropout, keyed, set_positions, shuffled, uniform
+from megabatch.keyed import Dropout, Purpose, key_dropout, keyed, shuffled, uniform
 
 
 @given(st.integers(0, 2**62), st.lists(st.integers(0, 2**60), min_size=1, max_size=5))
@@ -88,5 +88,6 @@ def test_key_dropout_replaces_by_type_and_numbers_the_layers():
     key_dropout(net, seed=5)
     found = [m for m in net.modules() if isinstance(m, Dropout)]
     assert [(m.p, m.layer, m.seed) for m in found] == [(0.5, 0, 5), (0.1, 1, 5)]
-    set_positions(net, torch.arange(3))
+    for layer in found:
+        layer.positions = torch.arange(3)
     assert net.train()(torch.randn(3, 4)).shape == (3, 4)
