@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megabatch.errors import UserError
 from megabatch.planner import forecast, smallest
-from megabatch.planner.best import at_least, best, fastest, may_end_within
+from megabatch.planner.best import Possible, at_least, best, fastest
 from megabatch.planner.bounds import least_latency, least_prices
 from megabatch.planner.bundled import MACHINES
 from megabatch.planner.cost import price
@@ -80,7 +80,7 @@ def test_the_fewest_and_the_cheapest_are_those_of_all_numbers_of_nodes(place, ba
 
 
 @pytest.mark.parametrize(
-    ("machine", "batch"), [("abci", 1500), ("dgx-h100", 3000), ("p4d.24xlarge", 3264)]
+    ("machine", "batch"), [("abci", 800), ("dgx-h100", 1600), ("p4d.24xlarge", 1632)]
 )
 def test_tight_targets_too_get_the_fewest_of_all(machine, batch):
     """Close to the least time there is, where most numbers of nodes almost do it."""
@@ -91,7 +91,7 @@ def test_tight_targets_too_get_the_fewest_of_all(machine, batch):
         job = Job.of(config, place, gpus)
         times[gpus] = job.whole_run(fastest(job, candidates(gpus))[0])
     least = min(times.values())
-    for target in (least * (1 + part / 40) ** 2 for part in range(40)):
+    for target in (least * (1 + part / 20) ** 2 for part in range(20)):
         in_time = [gpus for gpus, seconds in times.items() if seconds <= target * ROUNDING]
         assert smallest(config, machine, target).gpus == min(in_time)
 
@@ -108,7 +108,7 @@ def test_a_cliff_does_not_hide_a_smaller_cluster():
 
 def test_a_target_is_searched_for_in_a_second():
     for machine, batch, seconds in (
-        ("abci", 55296, 120.0), ("abci", 65536, 39.2), ("dgx-h100", 131072, 12.0),
+        ("abci", 55296, 120.0), ("abci", 65536, 40.3), ("dgx-h100", 131072, 12.0),
         ("dgx-h100", 131072, 4.1),
     ):  # fmt: skip
         began = time.process_time()
@@ -172,7 +172,7 @@ def test_no_setting_beats_the_bounds_of_a_job(place, nodes, batch):
     job = Job.of(imagenet("resnet50", batch, 1.0), place, nodes * place.workers_per_node)
     for setting in candidates(job.gpus).settings():
         taken = job.train_seconds(setting)
-        assert may_end_within(job, job.whole_run(taken) * (1 + 1e-9), "fp32")
+        assert Possible("fp32").within(job, job.whole_run(taken) * (1 + 1e-9))
         cost = job.price(setting)
         size = setting.bucket_mb
         least, any_size = at_least(job, cost, "fp32", size), at_least(job, cost, "fp32")

@@ -5,6 +5,7 @@ one least at risk. Bounds rule most of them out before they are priced.
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 from megabatch.planner.bounds import least_latency, least_prices
 from megabatch.planner.cost import Price
@@ -65,24 +66,48 @@ def fastest(job: Job, choices: Choices, limit: float = inf) -> tuple[float, Sett
 # --- what no setting beats -----------------------------------------------------------------------
 
 
-def may_end_within(job: Job, seconds: float, wire: str) -> bool:
-    """Whether the whole run may, as far as can be said without a search: by the least prices that
-    any plan has, and buckets of any size."""
-    limit = job.training_within(seconds)
-    if _beside(job, 0.0, 0.0) > limit:
+class Possible:
+    """Whether a run may end in time, as far as can be said without a search: by the least prices
+    that any plan has, and buckets of any size. Asked for more and more GPUs of one machine."""
+
+    def __init__(self, wire: str) -> None:
+        self._wire = wire
+        self._least: dict[tuple[Any, ...], float] = {}
+
+    def within(self, job: Job, seconds: float) -> bool:
+        """The whole run, within so many seconds."""
+        limit = job.training_within(seconds)
+        if _beside(job, 0.0, 0.0) > limit:
+            return False
+        if job.gpus == 1:
+            return True
+        # With passes of the same sizes and as many hops, more workers are faster in input alone.
+        like = self._like(job)
+        if self._least.get(like, 0.0) > limit:
+            return False
+        least = inf
+        for latency, pace, *_ in least_prices(job.gpus, job.wires):
+            cost = Price(latency, pace + job.touching_seconds_per_byte)
+            bound = at_least(job, cost, self._wire)
+            if bound > limit:
+                least = min(least, bound)
+                continue
+            for setting in Choices([], BUCKETS_MB, self._wire).of("ring", (1, job.gpus)):
+                bound = at_least(job, cost, self._wire, setting.bucket_mb)
+                if bound <= limit:
+                    bound = job.train_seconds(setting, cost)
+                if bound <= limit:
+                    return True
+                least = min(least, bound)
+        if all(stretch.input_seconds <= stretch.compute_seconds for stretch in job.stretches):
+            self._least[like] = least
         return False
-    if job.gpus == 1:
-        return True
-    touching = job.touching_seconds_per_byte
-    for latency, pace, *_ in least_prices(job.gpus, job.wires):
-        cost = Price(latency, pace + touching)
-        if at_least(job, cost, wire) > limit:
-            continue
-        for setting in Choices([], BUCKETS_MB, wire).of("ring", (1, job.gpus)):
-            least = at_least(job, cost, wire, setting.bucket_mb)
-            if least <= limit and job.train_seconds(setting, cost) <= limit:
-                return True
-    return False
+
+    @staticmethod
+    def _like(job: Job) -> tuple[Any, ...]:
+        nodes = job.gpus // job.machine.workers_per_node
+        hops = (job.gpus - 1).bit_length(), (nodes - 1).bit_length(), job.gpus & -job.gpus
+        return *hops, *((stretch.passes, stretch.micro) for stretch in job.stretches)
 
 
 def least_work(job: Job, gpus: int) -> float:

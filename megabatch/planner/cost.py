@@ -85,20 +85,6 @@ class Line:
         stays = max(0, block - self.stride) + max(0, block - (self.world - self.stride))
         return block - stays
 
-    def leaving_swap(self, block: int, distance: int) -> int:
-        """Messages that leave one block of a line that reaches into several, while each member
-        swaps with the one at that distance.
-
-        Exact where blocks are powers of two, an upper bound elsewhere.
-        """
-        reach = distance * self.stride
-        # pairs lie in whole blocks of twice their distance, if lines begin with one
-        paired = self.extent % (2 * reach) == 0 or self.extent == self.world
-        if paired and block % (2 * reach) == 0:
-            return 0
-        inside = -(-block // self.stride) if self.alone else block
-        return min(inside, 2 * reach)  # each edge of the block cuts as many pairs as they are wide
-
 
 def price(plan: Plan, y: int, x: int, machine: Machine) -> Price:
     """The price of a plan on a grid of y rows and x columns, ranks filling node after node."""
@@ -283,24 +269,33 @@ def _swaps(
 ) -> Iterator[tuple[int, float, float]]:
     """Distance, latency and seconds a byte of the swaps at distance 1, 2, 4, ...
 
-    `halved`: at each distance half as many send as at the one before.
+    The messages that leave a node or a rack are counted exactly where these have a power of two,
+    else they are bounded from above. `halved`: at each distance half as many send as before.
     """
-    node, rack = machine.workers_per_node, machine.workers_per_rack
-    leaves_node = line.touches(node) > 1
-    leaves_rack = bool(rack) and line.touches(rack or 0) > 1
+    node, rack = machine.workers_per_node, machine.workers_per_rack or 0
+    if line.touches(node) == 1:
+        node = 0
+    if not (node and rack) or line.touches(rack) == 1:
+        rack = 0
+    step = line.stride if line.alone else 1
+    most_of_node, most_of_rack = -(-node // step), -(-rack // step)
     near, far, farthest = hop_latencies(machine)
-    shared = Shared.of(machine)
-    distance = 1
+    slowest = Shared.of(machine).slowest
+    extent, whole, distance = line.extent, line.extent == line.world, 1
     while distance < line.members:
-        sending = 0.5 / distance if halved else 1.0
-        flows = line.leaving_swap(node, distance) if leaves_node else 0
-        upwards = line.leaving_swap(rack or 0, distance) if flows and leaves_rack else 0
-        pace = shared.slowest(
-            max(1, flows * sending) if flows else 0,
-            max(1, upwards * sending) if upwards else 0,
-            not flows,
-        )
-        yield distance, farthest if upwards else far if flows else near, pace
+        # pairs lie in whole blocks of so many ranks, if lines begin with one; each edge of a node
+        # that cuts pairs cuts as many as they are wide
+        width = 2 * distance * line.stride
+        paired = whole or extent % width == 0
+        flows: float = 0 if paired and node % width == 0 else min(most_of_node, width)
+        upwards: float = 0
+        if rack and flows and not (paired and rack % width == 0):
+            upwards = min(most_of_rack, width)
+        latency = farthest if upwards else far if flows else near
+        if halved:
+            flows = flows and max(1, flows * 0.5 / distance)
+            upwards = upwards and max(1, upwards * 0.5 / distance)
+        yield distance, latency, slowest(flows, upwards, not flows)
         distance *= 2
 
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from megabatch.config import Config
 from megabatch.errors import UserError, nearest
-from megabatch.planner.best import best, fastest, least_work, may_end_within
+from megabatch.planner.best import Possible, best, fastest, least_work
 from megabatch.planner.bundled import load
 from megabatch.planner.machine import Machine
 from megabatch.planner.run import Forecast, Job
@@ -170,6 +170,7 @@ def enough(
             f"{each} workers"
         )
     first = Job.of(config, place, each, workload)
+    possible = Possible(sent_as)
     fewest: Forecast | None = None
     cheapest: Forecast | None = None
     for nodes in range(1, most + 1):
@@ -181,7 +182,7 @@ def enough(
             if least_work(first, gpus) > limit:
                 break
         job = first.on(gpus)
-        if not may_end_within(job, ROUNDING * limit, sent_as):
+        if not possible.within(job, ROUNDING * limit):
             continue
         choices = candidates(gpus, wire=sent_as)
         if fastest(job, choices, ROUNDING * job.training_within(limit)) is None:
@@ -207,10 +208,10 @@ def fastest_of(job: Job, most: int, wire: str) -> Forecast:
         for threes in range(most.bit_length())
         if 2**twos * 3**threes <= most
     )
-    limit, quickest = inf, each
+    limit, quickest, possible = inf, each, Possible(wire)
     for nodes in round_numbers:
         here = job.on(nodes * each)
-        if limit < inf and not may_end_within(here, limit, wire):
+        if limit < inf and not possible.within(here, limit):
             continue
         found = fastest(here, candidates(here.gpus, wire=wire), here.training_within(limit))
         if found is not None:
