@@ -48,7 +48,7 @@ def test_a_table_for_people_and_json_for_programs(recipe, capsys):
 
 @pytest.mark.parametrize(
     ("what", "key", "count"),
-    [("grids", "grid", 5), ("buckets", "bucket_mb", 8), ("wire", "wire", 2)],
+    [("grids", "grid", 6), ("buckets", "bucket_mb", 8), ("wire", "wire", 2)],
 )
 def test_compare(recipe, capsys, what, key, count):
     _, out, _ = ask(

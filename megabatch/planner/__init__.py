@@ -1,7 +1,7 @@
 """The planner: how long a run takes on a machine, before it is started. It imports no torch.
 
-Read chips, workload, machine, pace, cost, step, run and search, in this order; published replays
-what papers report.
+Read chips, workload, machine, pace, cost, step, run, best and search, in this order; published
+replays what papers report.
 """
 
 from megabatch.planner.bundled import load

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
@@ -84,19 +85,6 @@ class Line:
         stays = max(0, block - self.stride) + max(0, block - (self.world - self.stride))
         return block - stays
 
-    def leaving_swap(self, block: int, distance: int) -> int:
-        """Messages that leave one block while each member swaps with the one at that distance.
-
-        Exact where blocks are powers of two, an upper bound elsewhere.
-        """
-        reach = distance * self.stride
-        # pairs lie in whole blocks of twice their distance, if lines begin with one
-        paired = self.extent % (2 * reach) == 0 or self.extent == self.world
-        if self.touches(block) == 1 or (paired and block % (2 * reach) == 0):
-            return 0
-        inside = -(-block // self.stride) if self.alone else block
-        return min(inside, 2 * reach)  # each edge of the block cuts as many pairs as they are wide
-
 
 def price(plan: Plan, y: int, x: int, machine: Machine) -> Price:
     """The price of a plan on a grid of y rows and x columns, ranks filling node after node."""
@@ -106,6 +94,9 @@ def price(plan: Plan, y: int, x: int, machine: Machine) -> Price:
 def sum_of(prices: Iterator[Price]) -> Price:
     parts = [*zip(*prices, strict=True)]
     return Price(*map(sum, parts)) if parts else FREE
+
+
+_checked = cache(check)
 
 
 class PricedPhase(NamedTuple):
@@ -118,7 +109,7 @@ class PricedPhase(NamedTuple):
 
 def legs(plan: Plan, y: int, x: int, machine: Machine) -> Iterator[PricedPhase]:
     """The price phase by phase; what a byte costs is for bytes of the whole tensor."""
-    check(plan)
+    _checked(plan)
     world = y * x
     share, in_play, alone = 1.0, 1.0, False  # of the tensor a worker holds, of the workers
     opened: list[tuple[Phase, Line, Price, float, float, bool]] = []
@@ -148,31 +139,6 @@ def legs(plan: Plan, y: int, x: int, machine: Machine) -> Iterator[PricedPhase]:
         elif phase.op == "reduce":
             in_play /= line.members
             alone = True
-
-
-def least_latency(plan: Plan, y: int, x: int, machine: Machine) -> float:
-    """A bound on a price's latency that takes no walk through its phases' distances: hops that
-    reach further than a node is wide surely leave it."""
-    near, far = _latency(machine, False, False), _latency(machine, True, False)
-    if machine.spine:
-        far = min(far, _latency(machine, True, True))
-    inside = min(near, far) if machine.node else far
-    each, total = machine.workers_per_node, 0.0
-    for phase in plan:
-        members, stride = {"x": (x, 1), "y": (y, x), "xy": (y * x, 1)}[phase.axis]
-        if members == 1:
-            continue
-        if phase.wiring == "ring":
-            count = members - 1
-            leaving = count if stride >= each else max(0, members * stride // each - 1)
-        else:
-            count = (members - 1).bit_length()
-            leaving = max(
-                0, count - (max(each // stride, 1) - 1).bit_length() - (each % stride > 0)
-            )
-        ways = 2 if phase.op == "all_reduce" else 1
-        total += machine.launch_seconds + ways * (inside * (count - leaving) + far * leaving)
-    return total
 
 
 def _collective(phase: Phase, line: Line, machine: Machine) -> Price:
@@ -212,14 +178,10 @@ def _halving(line: Line, machine: Machine) -> Price:
     latency = seconds = 0.0
     largest = _power_of_two(line.members)
     handed = _handed_over(line.members)
-    distance = 1
-    while distance < line.members:
+    for distance, hop, pace in _swaps(line, machine):
         swapped = 0.5 / distance if 2 * distance <= largest else 0.0
-        part = max(swapped, handed.get(distance, 0.0))
-        hop, pace = _swap(line, distance, machine)
         latency += hop
-        seconds += part * pace
-        distance *= 2
+        seconds += max(swapped, handed.get(distance, 0.0)) * pace
     return Price(latency, seconds)
 
 
@@ -236,13 +198,10 @@ def _handed_over(members: int) -> dict[int, float]:
 def _tree(line: Line, machine: Machine) -> Price:
     """A binomial tree: the whole slice at distance 1, 2, 4, ..."""
     latency = seconds = 0.0
-    distance = 1
-    while distance < line.members:
-        # half of those in play send: one of each pair that a swap would have
-        hop, pace = _swap(line, distance, machine, sending=0.5 / distance)
+    # half of those in play send: one of each pair that a swap would have
+    for _, hop, pace in _swaps(line, machine, halved=True):
         latency += hop
         seconds += pace
-        distance *= 2
     return Price(latency, seconds)
 
 
@@ -283,57 +242,86 @@ def _hops(line: Line, machine: Machine, closed: bool = True) -> float:
     rack = machine.workers_per_rack
     nodes = line.hops_between(machine.workers_per_node, closed)
     racks = min(nodes, line.hops_between(rack, closed)) if rack else 0
-    inside = line.members - 1 - nodes
-    return (
-        inside * _latency(machine, False, False)
-        + (nodes - racks) * _latency(machine, True, False)
-        + racks * _latency(machine, True, True)
-    )
+    near, far, farthest = hop_latencies(machine)
+    return (line.members - 1 - nodes) * near + (nodes - racks) * far + racks * farthest
 
 
-def _latency(machine: Machine, leaves_node: bool, leaves_rack: bool) -> float:
-    if leaves_rack and machine.spine:
-        return machine.spine.latency_seconds
-    if leaves_node and machine.network:
-        return machine.network.latency_seconds
-    return machine.node.latency_seconds if machine.node else 0.0
+def hop_latencies(machine: Machine) -> tuple[float, float, float]:
+    """Of a message inside a node, from node to node and from rack to rack."""
+    near = machine.node.latency_seconds if machine.node else 0.0
+    far = machine.network.latency_seconds if machine.network else near
+    return near, far, machine.spine.latency_seconds if machine.spine else far
 
 
 def _pace(line: Line, machine: Machine, closed: bool = True) -> float:
     """Seconds a byte of each member's message while all send to their next."""
-    rack = machine.workers_per_rack
-    inside = line.hops_between(machine.workers_per_node) < line.members - 1
-    return _slowest(
-        machine,
-        line.leaving_ring(machine.workers_per_node, closed),
+    node, rack = machine.workers_per_node, machine.workers_per_rack
+    inside = line.hops_between(node) < line.members - 1
+    return Shared.of(machine).slowest(
+        line.leaving_ring(node, closed),
         line.leaving_ring(rack, closed) if rack else 0,
-        inside or line.touches(machine.workers_per_node) == 1,
+        inside or line.touches(node) == 1,
     )
 
 
-def _swap(line: Line, distance: int, machine: Machine, sending: float = 1.0) -> tuple[float, float]:
-    """Latency of a swap at that distance, and seconds a byte of it."""
-    rack = machine.workers_per_rack
-    node_flows = line.leaving_swap(machine.workers_per_node, distance)
-    rack_flows = line.leaving_swap(rack, distance) if rack and node_flows else 0
-    pace = _slowest(
-        machine,
-        max(1, node_flows * sending) if node_flows else 0,
-        max(1, rack_flows * sending) if rack_flows else 0,
-        node_flows == 0,
-    )
-    return _latency(machine, node_flows > 0, rack_flows > 0), pace
+def _swaps(
+    line: Line, machine: Machine, halved: bool = False
+) -> Iterator[tuple[int, float, float]]:
+    """Distance, latency and seconds a byte of the swaps at distance 1, 2, 4, ...
+
+    The messages that leave a node or a rack are counted exactly where these have a power of two,
+    else they are bounded from above. `halved`: at each distance half as many send as before.
+    """
+    node, rack = machine.workers_per_node, machine.workers_per_rack or 0
+    if line.touches(node) == 1:
+        node = 0
+    if not (node and rack) or line.touches(rack) == 1:
+        rack = 0
+    step = line.stride if line.alone else 1
+    most_of_node, most_of_rack = -(-node // step), -(-rack // step)
+    near, far, farthest = hop_latencies(machine)
+    slowest = Shared.of(machine).slowest
+    extent, whole, distance = line.extent, line.extent == line.world, 1
+    while distance < line.members:
+        # pairs lie in whole blocks of so many ranks, if lines begin with one; each edge of a node
+        # that cuts pairs cuts as many as they are wide
+        width = 2 * distance * line.stride
+        paired = whole or extent % width == 0
+        flows: float = 0 if paired and node % width == 0 else min(most_of_node, width)
+        upwards: float = 0
+        if rack and flows and not (paired and rack % width == 0):
+            upwards = min(most_of_rack, width)
+        latency = farthest if upwards else far if flows else near
+        if halved:
+            flows = flows and max(1, flows * 0.5 / distance)
+            upwards = upwards and max(1, upwards * 0.5 / distance)
+        yield distance, latency, slowest(flows, upwards, not flows)
+        distance *= 2
 
 
-def _slowest(machine: Machine, node_flows: float, rack_flows: float, inside: bool) -> float:
-    """Seconds a byte where so many messages share a node's NICs and a rack's uplinks."""
-    paces = [1 / machine.node.bytes_per_second] if inside and machine.node else []
-    network = machine.network
-    if node_flows and network:
+class Shared(NamedTuple):
+    """What messages share: seconds a byte inside a node, on its NICs, on a pair's part of them, and
+    on a rack's uplinks."""
+
+    inside: float
+    nics: float
+    flow: float
+    uplinks: float
+
+    @classmethod
+    def of(cls, machine: Machine) -> Shared:
+        network, spine = machine.network, machine.spine
+        inside = 1 / machine.node.bytes_per_second if machine.node else 0.0
+        if network is None:
+            return cls(inside, 0.0, 0.0, 0.0)
         nics = network.nics * network.nic_bytes_per_second
         flow = min(nics, network.flow_bytes_per_second or nics)
-        paces += [node_flows / nics, 1 / flow]
-        if rack_flows and machine.spine:
-            uplinks = nics * machine.spine.nodes_per_rack / machine.spine.oversubscription
-            paces.append(rack_flows / uplinks)
-    return max(paces)
+        uplinks = spine.oversubscription / (nics * spine.nodes_per_rack) if spine else 0.0
+        return cls(inside, 1 / nics, 1 / flow, uplinks)
+
+    def slowest(self, node_flows: float, rack_flows: float, inside: bool) -> float:
+        """Seconds a byte where so many messages share a node's NICs and a rack's uplinks."""
+        pace = self.inside if inside else 0.0
+        if node_flows:
+            pace = max(pace, node_flows * self.nics, self.flow, rack_flows * self.uplinks)
+        return pace

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from megabatch.config import Config, Data, LearningRate
+from megabatch.planner.best import best
 from megabatch.planner.bundled import MACHINES
 from megabatch.planner.cost import price
 from megabatch.planner.machine import Machine, Rate
 from megabatch.planner.run import Forecast, Job
-from megabatch.planner.search import BUCKETS_MB
-from megabatch.planner.settings import Choices, Setting
+from megabatch.planner.settings import BUCKETS_MB, Choices, Setting
 from megabatch.planner.step import buckets
 from megabatch.planner.workload import bert_large
 from megabatch.plans import PLANS
@@ -79,7 +79,7 @@ def replay(
     job = Job.of(config, machine, gpus)
     if not setting.bucket_mb:
         sizes = Choices([(setting.plan, setting.grid)], BUCKETS_MB, setting.wire)
-        setting = replace(setting, bucket_mb=job.best(sizes).setting.bucket_mb)
+        setting = replace(setting, bucket_mb=best(job, sizes).setting.bucket_mb)
     return job.forecast(setting, reference_batch)
 
 

@@ -8,13 +8,13 @@ count it.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from math import ceil, exp, inf, log, sqrt
+from math import ceil, exp, log, sqrt
 from typing import Any
 
 from megabatch.config import Config
 from megabatch.errors import UserError
 from megabatch.planner.bundled import load
-from megabatch.planner.cost import FREE, Price, least_latency, price
+from megabatch.planner.cost import FREE, Price, price
 from megabatch.planner.doubt import CERTAIN, Doubt, doubts, shifted
 from megabatch.planner.length import epochs_to_target, stretches
 from megabatch.planner.machine import Machine
@@ -25,7 +25,7 @@ from megabatch.planner.pace import (
     pace,
     unmeasured,
 )
-from megabatch.planner.settings import FLAT, LANES, Choices, Setting
+from megabatch.planner.settings import FLAT, Setting
 from megabatch.planner.step import FORWARD, WIRES, SentBucket, StepForecast, arrival, buckets, step
 from megabatch.planner.workload import Images, Workload, images_of, workload_of
 from megabatch.plans.names import plan_of
@@ -186,11 +186,13 @@ class Job:
             plan = plan_of(setting.plan)
             cost = price(plan, *setting.grid, self.wires) if self.gpus > 1 else FREE
             self._prices[key] = cost._replace(
-                seconds_per_byte=cost.seconds_per_byte + self._touching() * (self.gpus > 1)
+                seconds_per_byte=cost.seconds_per_byte
+                + self.touching_seconds_per_byte * (self.gpus > 1)
             )
         return self._prices[key]
 
-    def _touching(self) -> float:
+    @property
+    def touching_seconds_per_byte(self) -> float:
         """Seconds a byte for which a GPU's memory is at work on what it sends and gets. Cores have
         `sending` for it."""
         chip = self.machine.generation
@@ -198,8 +200,9 @@ class Job:
             return 0.0
         return TOUCHED / chip.memory_bytes_per_second
 
-    def train_seconds(self, setting: Setting) -> float:
-        cost = self.price(setting)
+    def train_seconds(self, setting: Setting, cost: Price | None = None) -> float:
+        """`cost`: another price than the setting has."""
+        cost = cost or self.price(setting)
         if cost.message_work or cost.byte_work or not setting.overlap or self.gpus == 1:
             made = self.steps(setting)
             return sum(
@@ -217,94 +220,9 @@ class Job:
             total += stretch.steps * max(busy, stretch.input_seconds)
         return total
 
-    def at_least(self, cost: Price, bucket_mb: float, wire: str) -> float:
-        """A time of training that a price cannot beat with such buckets: the last one is full when
-        backward ends, and all of them must go over the wire."""
-        full = self.buckets(bucket_mb, wire)
-        last = cost.latency + cost.seconds_per_byte * full[-1].nbytes
-        whole = cost.latency + cost.seconds_per_byte * self._nbytes(wire)
-        return self._beside(last, whole, full[0].ready)
-
-    def _beside(self, behind: float, whole: float, first_ready: float = 0.0) -> float:
-        """Training if so much follows backward and so much follows its first bucket, at least."""
-        total = 0.0
-        for stretch in self.stretches:
-            backward = (1 - first_ready) * (1 - FORWARD) * stretch.pass_seconds
-            busy = stretch.compute_seconds * (1 + self.slowest) + max(behind, whole - backward, 0.0)
-            total += stretch.steps * max(busy, stretch.input_seconds)
-        return total
-
-    def _nbytes(self, wire: str) -> float:
+    def nbytes(self, wire: str) -> float:
+        """Of all gradients."""
         return float(WIRES[wire] * self.workload.parameters)
-
-    def least_seconds(self, wire: str) -> float:
-        """A time of the whole run that no plan can beat: computing, the slowest worker, and what
-        any sum over so many workers costs. News doubles its reach with each hop, there and back;
-        and all that a node gives goes through its NICs."""
-        if self.gpus == 1:
-            return self.whole_run(self._beside(0.0, 0.0))
-        hop, network = self._shortest_hop(), self.wires.network
-        nodes = max(1, self.gpus // self.machine.workers_per_node)
-        between = (nodes - 1).bit_length()
-        latency = 2 * hop * ((self.gpus - 1).bit_length() - between)
-        whole = latency
-        if nodes > 1 and network:
-            latency += 2 * network.latency_seconds * between
-            nics = network.nics * network.nic_bytes_per_second
-            whole = latency + 2 * (nodes - 1) / nodes / nics * self._nbytes(wire)
-        return self.whole_run(self._beside(latency, whole))
-
-    def least_work(self, gpus: int) -> float:
-        """Seconds of a run on so many workers if a pass had no fixed cost and nothing were sent."""
-        seen = sum(stretch.steps * stretch.batch for stretch in self.stretches)
-        return seen * self.pace.seconds(self.largest) / self.largest / gpus
-
-    def fastest(self, choices: Choices, limit: float = inf) -> tuple[float, Setting] | None:
-        """The least time of training and the setting that takes it; None if it is not below the
-        limit. What cannot beat the best so far is not looked at."""
-        best: tuple[float, Setting] | None = None
-        order = sorted(
-            (self._beside(self._least_latency(plan, grid), 0.0), number)
-            for number, (plan, grid) in enumerate(choices.shapes)
-        )
-        for bound, number in order:
-            if bound >= limit:
-                break
-            plan, grid = choices.shapes[number]
-            for size in choices.sizes:
-                setting = Setting(plan, grid, size, choices.wire, LANES)
-                if self.at_least(self.price(setting), size, choices.wire) >= limit:
-                    continue
-                seconds = self.train_seconds(setting)
-                if seconds < limit:
-                    best, limit = (seconds, setting), seconds
-        return best
-
-    def _least_latency(self, plan: str, grid: tuple[int, int]) -> float:
-        return least_latency(plan_of(plan), *grid, self.wires) if self.gpus > 1 else 0.0
-
-    def _shortest_hop(self) -> float:
-        links = (self.wires.node, self.wires.network)
-        return min((link.latency_seconds for link in links if link), default=0.0)
-
-    def best(self, choices: Choices, most: float = inf) -> Forecast:
-        """The forecast of the fastest; of those within 1 % of it, the one least at risk.
-
-        Risk is the time with latencies and jitter doubled: of equals, small buckets lose. None that
-        makes the whole run take longer than `most` is chosen, unless all do.
-        """
-        found = self.fastest(choices)
-        assert found is not None
-        quickest, _ = found
-        limit = max(quickest, min(1.01 * quickest, self.training_within(most)))
-        near = [
-            setting
-            for setting in choices.settings()
-            if self.at_least(self.price(setting), setting.bucket_mb, setting.wire) <= limit
-            and self.train_seconds(setting) <= limit
-        ]
-        worse = self.if_so(Doubt(latency=2.0, jitter=2.0))
-        return self.forecast(min(near, key=worse.train_seconds))
 
     def training_within(self, seconds: float) -> float:
         """Training that leaves a run of so many seconds time for the rest."""

@@ -12,21 +12,16 @@ from typing import Literal, NamedTuple
 
 from megabatch.config import Config
 from megabatch.errors import UserError, nearest
+from megabatch.planner.best import Possible, best, fastest, least_work
 from megabatch.planner.bundled import load
 from megabatch.planner.machine import Machine
 from megabatch.planner.run import Forecast, Job
-from megabatch.planner.settings import PLANNED, Choices
+from megabatch.planner.settings import BUCKETS_MB, PLANNED, Choices
 from megabatch.planner.step import WIRES
 from megabatch.planner.workload import Workload
 from megabatch.plans.names import plan_of
 
-BUCKETS_MB = (1.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0, 1000.0)
-
 ROUNDING = 1 + 1e-9  # a target that is just met is met
-
-# So many numbers of nodes that no bound rules out are searched one by one; of the others, among
-# thousands by then, only multiples of a round one, which make the better grids.
-TRIES, ROUND = 200, 32
 
 Comparison = Literal["plans", "grids", "buckets", "wire"]
 
@@ -50,7 +45,7 @@ def forecast(
     choices = candidates(
         gpus, plan=plan, grid=grid, bucket_mb=bucket_mb, wire=wire or wire_of(config)
     )
-    return job.best(choices)
+    return best(job, choices)
 
 
 def wire_of(config: Config) -> str:
@@ -97,10 +92,10 @@ def _is_flat(plan: str) -> bool:
 
 
 def _grids(gpus: int) -> list[tuple[int, int]]:
-    """The grids that mean something to a plan with two axes: two sides of two and more."""
-    small = [side for side in range(2, int(gpus**0.5) + 1) if gpus % side == 0]
+    """The grids of a plan with two axes, from one worker a row on; one row of all is left out."""
+    small = [side for side in range(1, int(gpus**0.5) + 1) if gpus % side == 0]
     sides = small + [gpus // side for side in reversed(small) if side * side != gpus]
-    return [(gpus // side, side) for side in sides] or [(1, gpus)]
+    return [(gpus // side, side) for side in sides if side < gpus] or [(1, 1)]
 
 
 def compare(job: Job, what: Comparison, choices: Choices) -> list[Forecast]:
@@ -110,17 +105,17 @@ def compare(job: Job, what: Comparison, choices: Choices) -> list[Forecast]:
     """
     if what == "plans":
         names = dict.fromkeys(plan for plan, _ in choices.shapes)
-        return [job.best(_only(choices, plan=name)) for name in names]
+        return [best(job, _only(choices, plan=name)) for name in names]
     if what == "wire":
-        return [job.best(choices._replace(wire=wire)) for wire in ("fp32", "fp16")]
+        return [best(job, choices._replace(wire=wire)) for wire in ("fp32", "fp16")]
     if what == "grids":
         planes = [shape for shape in choices.shapes if not _is_flat(shape[0])]
         choices = choices._replace(shapes=planes or choices.shapes)
-    best = job.best(choices).setting
-    same = _only(choices, plan=best.plan)
+    first = best(job, choices).setting
+    same = _only(choices, plan=first.plan)
     if what == "grids":
-        return [job.best(same._replace(shapes=[shape])) for shape in same.shapes]
-    alone = same._replace(shapes=[(best.plan, best.grid)])
+        return [best(job, same._replace(shapes=[shape])) for shape in same.shapes]
+    alone = same._replace(shapes=[(first.plan, first.grid)])
     return [job.forecast(setting) for setting in alone.settings()]
 
 
@@ -161,8 +156,8 @@ def enough(
 ) -> Enough:
     """The fewest and the cheapest whole nodes that end within so many seconds.
 
-    Time does not fall evenly with nodes, so each number is looked at; a bound that takes no search
-    rules most of them out. Close to the least time there is, thousands are left: see TRIES.
+    Time does not fall evenly with nodes, so each number is looked at; bounds that take no search
+    rule most of them out.
     """
     if not seconds > 0:
         raise UserError(f"a run in {seconds:g} s cannot be: give a time above 0")
@@ -175,25 +170,24 @@ def enough(
             f"{each} workers"
         )
     first = Job.of(config, place, each, workload)
+    possible = Possible(sent_as)
     fewest: Forecast | None = None
     cheapest: Forecast | None = None
-    tried = 0
     for nodes in range(1, most + 1):
         gpus = nodes * each
         limit = seconds
         if cheapest is not None:
             # what a run on so many may take to be cheaper; a perfect one needs so many GPU hours
             limit = min(limit, cheapest.gpu_hours * 3600 / gpus - place.start_seconds)
-            if first.least_work(gpus) > limit:
+            if least_work(first, gpus) > limit:
                 break
         job = first.on(gpus)
-        if job.least_seconds(sent_as) > limit or (tried > TRIES and nodes % ROUND):
+        if not possible.within(job, ROUNDING * limit):
             continue
-        tried += 1
         choices = candidates(gpus, wire=sent_as)
-        if job.fastest(choices, ROUNDING * job.training_within(limit)) is None:
+        if fastest(job, choices, ROUNDING * job.training_within(limit)) is None:
             continue
-        cheapest = job.best(choices, most=limit)
+        cheapest = best(job, choices, most=limit)
         fewest = fewest or cheapest
     if fewest is None or cheapest is None:
         quickest = fastest_of(first, most, sent_as)
@@ -214,15 +208,15 @@ def fastest_of(job: Job, most: int, wire: str) -> Forecast:
         for threes in range(most.bit_length())
         if 2**twos * 3**threes <= most
     )
-    limit, best = inf, each
+    limit, quickest, possible = inf, each, Possible(wire)
     for nodes in round_numbers:
         here = job.on(nodes * each)
-        if here.least_seconds(wire) >= limit:
+        if limit < inf and not possible.within(here, limit):
             continue
-        found = here.fastest(candidates(here.gpus, wire=wire), here.training_within(limit))
+        found = fastest(here, candidates(here.gpus, wire=wire), here.training_within(limit))
         if found is not None:
-            limit, best = here.whole_run(found[0]), here.gpus
-    return job.on(best).best(candidates(best, wire=wire))
+            limit, quickest = here.whole_run(found[0]), here.gpus
+    return best(job.on(quickest), candidates(quickest, wire=wire))
 
 
 def advice(job: Job, found: Forecast, wire: str) -> Iterator[str]:
@@ -231,17 +225,13 @@ def advice(job: Job, found: Forecast, wire: str) -> Iterator[str]:
     nodes = job.gpus // each
     if nodes < 2:
         return
-    best: tuple[float, int] | None = None
-    for fewer in _rounder(nodes):
-        other = job.on(fewer * each)
-        taken = _least(other, wire)
-        if best is None or taken < best[0]:
-            best = taken, fewer * each
-    if best is not None and best[0] < 0.98 * found.seconds_to_target:
-        share = found.seconds_to_target / best[0] - 1
+    sizes = [fewer * each for fewer in _rounder(nodes)]
+    taken, gpus = min(((_least(job.on(gpus), wire), gpus) for gpus in sizes), default=(inf, 0))
+    if taken < 0.98 * found.seconds_to_target:
+        share = found.seconds_to_target / taken - 1
         yield (
-            f"leave {job.gpus - best[1]:,} of {job.gpus:,} GPUs idle: {best[1]:,} end in "
-            f"{best[0]:,.1f} s, and all of them take {share:.0%} longer"
+            f"leave {job.gpus - gpus:,} of {job.gpus:,} GPUs idle: {gpus:,} end in "
+            f"{taken:,.1f} s, and all of them take {share:.0%} longer"
         )
         return
     half = job.on(max(1, nodes // 2) * each)
@@ -253,7 +243,7 @@ def advice(job: Job, found: Forecast, wire: str) -> Iterator[str]:
 
 def _least(job: Job, wire: str) -> float:
     """Seconds of the whole run, by the fastest setting."""
-    found = job.fastest(candidates(job.gpus, wire=wire))
+    found = fastest(job, candidates(job.gpus, wire=wire))
     assert found is not None
     return job.whole_run(found[0])
 

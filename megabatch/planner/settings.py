@@ -15,6 +15,8 @@ PLANNED: dict[str, Plan] = {
 }
 """the plans that a search goes through, by name"""
 
+BUCKETS_MB = (1.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0, 1000.0)
+
 LANES = 3  # of the trainer's engine (execute.py); buckets in them hide each other's latency
 
 
@@ -39,6 +41,10 @@ class Choices(NamedTuple):
     wire: str
 
     def settings(self) -> Iterator[Setting]:
-        for plan, grid in self.shapes:
-            for size in self.sizes:
-                yield Setting(plan, grid, size, self.wire, LANES)
+        for shape in self.shapes:
+            yield from self.of(*shape)
+
+    def of(self, plan: str, grid: tuple[int, int]) -> Iterator[Setting]:
+        """With buckets of each size."""
+        for size in self.sizes:
+            yield Setting(plan, grid, size, self.wire, LANES)

@@ -8,6 +8,7 @@ thresholds of size, or to what was measured.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from megabatch.errors import UserError, nearest
 from megabatch.plans.phase import PLANS, VIAS, Plan, through
@@ -16,6 +17,7 @@ CHOICES = ("backend", "hybrid", "auto")
 """settings of a plan that name no single one"""
 
 
+@cache
 def plan_of(name: str) -> Plan:
     """The plan of a name, as it is written: "torus" or "torus:halving_doubling"."""
     plan, colon, via = name.partition(":")
