@@ -353,7 +353,7 @@ class _Run:
         state.evaluated(found)
         if self._reaches(found):
             self.ended = "target"
-        self.log.evaluation(state.steps, state.seen, self.epoch, found)
+        self.log.evaluation(state.steps, state.seen, self.epoch, found, self.clock.seconds)
         self.log.layers(state.steps - 1, state.seen, self.parts.layers(), self.config.ratio_band)
 
     def _judge(self) -> None:

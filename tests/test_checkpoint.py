@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import dataclass, replace
@@ -169,7 +170,9 @@ def test_resuming_where_nothing_is_yet_begins(tmp_path):
     assert train(config, out=tmp_path / "new", resume=True, quiet=True).steps == 2
 
 
-def test_a_stop_in_the_last_steps_leaves_the_evaluation_to_the_resumed_run(tmp_path, monkeypatch):
+def test_a_stop_in_the_last_steps_leaves_the_evaluation_to_the_resumed_run(
+    tmp_path, monkeypatch, capfd
+):
     config = replace(DETERMINISTIC, eval_every=0, save_every=0)
     whole = train(config, out=tmp_path / "whole", quiet=True)
     steps, real = [], training.train_step
@@ -183,8 +186,11 @@ def test_a_stop_in_the_last_steps_leaves_the_evaluation_to_the_resumed_run(tmp_p
     monkeypatch.setattr(training, "train_step", told_to_stop)
     stopped = train(config, out=tmp_path / "run", quiet=True)
     assert (stopped.ended, stopped.steps) == ("stopped", whole.steps)
-    resumed = train(config, out=tmp_path / "run", resume=True, quiet=True)
+    resumed = train(config, out=tmp_path / "run", resume=True)
     assert (resumed.ended, len(steps)) == ("finished", whole.steps)
+    (after,) = re.findall(r"loss [\d.]+  after ([\d.]+) s", capfd.readouterr().err)
+    # To a tenth, what the whole run has taken, and not since it was resumed.
+    assert stopped.seconds <= float(after) + 0.05 <= resumed.seconds + 0.1
     assert (resumed.top1, resumed.loss) == (whole.top1, whole.loss)
     assert resumed.weights_sha256 == whole.weights_sha256
 

@@ -80,6 +80,7 @@ def changed(config, change):
         ({"lr": {"decay": "steps"}}, "names no epochs"),
         ({"lr": {"decay": "steps", "drop_at": (1.0, 5.0)}}, "give epochs after the warm-up (2)"),
         ({"lr": {"decay": "steps", "drop_at": (5.0, 12.0)}}, "the rate drops at epoch 12 but"),
+        ({"lr": {"ramp": "constant"}}, "nothing would be learnt until the warm-up's end"),
         ({"lr": {"decay": "step"}}, "lr.decay is 'step': did you mean steps?"),
         ({"lr": {"per": 0}}, "lr.per is 0"),
         ({"lr": {"reference": -1.0}}, "lr.reference is -1; it must be at least 0"),

@@ -29,7 +29,7 @@ from megabatch.errors import DONE, FAILED, STOPPED, RunFailed, UserError
 from megabatch.launch import run_local
 from megabatch.models.resnet import open_blocks
 from megabatch.recipes.by_batch import fitted
-from megabatch.report.figure import arms_figure, error_figure
+from megabatch.report.figure import arm_figure, error_figure
 from megabatch.report.study import study_page
 from megabatch.report.study_rows import table_lines
 from megabatch.runs.folder import RunFolder
@@ -152,9 +152,37 @@ def test_every_arm_is_a_good_config_that_differs_from_the_recipe(name):
     if name in ("bf16", "span64", "moving_average", "share_10th", "pytorch_form"):
         lars = mb.recipes.named("mlperf", batch=32768)
         lars = replace(lars, bn_momentum=1.0)
+    elif name in ("constant_warmup", "fixed_rate", "sqrt_rate"):
+        lars = mb.recipes.goyal2017()
     changed = fitted(ARMS[name].change(lars)).check()
     assert changed != lars and changed.micro >= lars.micro // 4
     assert len(ARMS[name].says) < 70
+
+
+def test_the_rates_that_goyal_holds_his_own_against():
+    """By the paper's tables at 8k: no warm-up, a constant one, 0.1 and 0.1 times the root of 32."""
+    config = mb.recipes.goyal2017()
+
+    def rates(arm):
+        changed = ARMS[arm].change(config)
+        return [changed.lr_at(epoch, 8192) for epoch in (0, 2.5, 4.99, 5, 29, 31)]
+
+    assert rates("no_warmup") == pytest.approx([3.2, 3.2, 3.2, 3.2, 3.2, 0.32])
+    assert rates("constant_warmup") == pytest.approx([0.1, 0.1, 0.1, 3.2, 3.2, 0.32])
+    assert rates("fixed_rate") == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.1, 0.01])
+    assert rates("sqrt_rate")[3:] == pytest.approx([0.1 * 32**0.5] * 2 + [0.01 * 32**0.5])
+    # At the batch that the reference is for there is nothing to scale, nor to warm up to.
+    at_reference = config.resized(batch=256)
+    for arm in ("constant_warmup", "fixed_rate", "sqrt_rate"):
+        assert ARMS[arm].change(at_reference) == at_reference
+    plan, _ = read_flags(
+        "goyal2017",
+        ["--batches", "256,8192", "--arms", "no_warmup", "constant_warmup", "fixed_rate",
+         "sqrt_rate", "gamma_one"],
+    )  # fmt: skip
+    assert ("fixed_rate", 8192) in plan.configs and ("fixed_rate", 256) not in plan.configs
+    with pytest.raises(UserError, match="the arm fixed_rate changes nothing"):
+        read_flags("tiny30", ["--batches", "4096", "--arms", "fixed_rate"])
 
 
 def test_a_batch_that_grows_takes_as_many_steps_at_the_same_rate():
@@ -556,20 +584,33 @@ def drawn_lines(drawn):
     }
 
 
-def test_the_arms_at_a_batch_are_one_picture(study):
-    assert arms_figure(study, 64, "t") == ""  # the recipe alone: nothing to compare
-    lines = drawn_lines(arms_figure(study, 256, "256: <top-1>"))
-    assert list(lines) == ["recipe", "gamma_one", "no_warmup"]
-    recipe, worse = lines["recipe"], lines["no_warmup"]
+def test_an_arm_and_the_recipe_are_one_picture(study):
+    assert arm_figure(study, RECIPE, 256, "t") == ""  # nothing to compare
+    assert arm_figure(study, "no_warmup", 64, "t") == ""
+    lines = drawn_lines(arm_figure(study, "no_warmup", 256, "256: <top-1>"))
+    assert list(lines) == ["recipe", "no_warmup"]
+    recipe, worse = lines.values()
     assert len(recipe) == len(worse) == 4  # an evaluation an epoch
     assert [x for x, _ in recipe] == [x for x, _ in worse]
-    assert all(a > b for (_, a), (_, b) in zip(recipe, worse, strict=True))
     # Heights are accuracies: 80.5 % and 90.5 % in the end, a quarter of them after an epoch.
     (_, first), (_, last) = recipe[0], recipe[-1]
     share = (worse[-1][1] - first) / (last - first)
     assert share == pytest.approx((0.805 - 0.905 / 4) / (0.905 - 0.905 / 4), abs=0.005)
-    page = study_page(study)
-    assert page.count("Arms at 256") == 2  # top-1, and the training loss beside it
+    assert study_page(study).count("Arms at 256") == 2  # top-1, and the training loss beside it
+
+
+def test_an_arm_that_diverges_is_drawn_as_far_as_it_came(study, tmp_path):
+    folder = made_up_run(tmp_path, 64, 0, 0.1, arm="sgd")
+    (folder / "summary.json").unlink()
+    label = json.loads((folder / "trial.json").read_text())
+    (folder / "trial.json").write_text(json.dumps({**label, "failure": "it diverged"}))
+    found = read(tmp_path)
+    lines = drawn_lines(arm_figure(found, "sgd", 64, "t"))
+    assert list(lines) == ["recipe", "sgd (failed)"]
+    assert len(lines["sgd (failed)"]) == 4
+    assert "sgd (failed)" in study_page(found)
+    row = next(row for row in found.rows() if row["arm"] == "sgd")
+    assert row["top1"] is None and row["epochs_to_baseline"] is None  # drawn, and not counted
 
 
 def test_torn_folders_are_left_out(tmp_path):

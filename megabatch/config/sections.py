@@ -164,6 +164,12 @@ class LearningRate:
             f"({self.warmup:g}), each later than the one before it",
         )
 
+        need(
+            self.ramp != "constant" or self.start > 0 or self.warmup == 0,
+            "lr.ramp is constant and lr.start is 0, so that nothing would be learnt until the "
+            "warm-up's end: give --lr.start, the rate of a small batch",
+        )
+
     def stretched(self, by: float) -> LearningRate:
         """The same shape for a run so many times as long."""
         return dataclasses.replace(

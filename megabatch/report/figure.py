@@ -1,5 +1,5 @@
-"""The study's figures as pictures of their own: error against batch, and what arms at one batch
-learn epoch by epoch."""
+"""The study's figures as pictures of their own: error against batch, and what an arm
+learns epoch by epoch beside the recipe."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ def error_figure(study: Study, title: str) -> str:
     )
 
 
-def arms_figure(study: Study, batch: int, title: str) -> str:
-    """Top-1 of the arms at one batch against epochs, means over seeds; empty where there is
-    nothing to compare."""
+def arm_figure(study: Study, arm: str, batch: int, title: str) -> str:
+    """Top-1 of an arm and of the recipe at one batch against epochs, means over seeds; empty where
+    one of them has no curve."""
     lines = [
-        DottedLine(cell.arm, [(epoch, 100 * top1) for epoch, top1 in cell.curve])
+        DottedLine(cell.title, [(epoch, 100 * top1) for epoch, top1 in cell.curve])
         for cell in study.to_compare(batch)
+        if cell.arm in (RECIPE, arm)
     ]
     y = axis_of([value for line in lines for value in line.reach], whole=True)
-    if y is None:
+    if len(lines) < 2 or y is None:
         return ""
     x = Axis(0.0, 1.01 * max(epoch for line in lines for epoch, _ in line.points))
     ticks = [(tick, short(tick)) for tick in x.ticks(6)]

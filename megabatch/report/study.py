@@ -193,12 +193,12 @@ def _compared(study: Study, batch: int) -> str:
     cells = study.to_compare(batch)
     if not cells:
         return ""
-    known = [_curve(cell.arm, at, cell) for at, cell in enumerate(cells)]
+    known = [_curve(cell.title, at, cell) for at, cell in enumerate(cells)]
     lost = [
-        Curve(cell.arm, at, [x for x, _ in cell.losses], [y for _, y in cell.losses], "smooth")
+        Curve(cell.title, at, [x for x, _ in cell.losses], [y for _, y in cell.losses], "smooth")
         for at, cell in enumerate(cells)
     ]
-    key = "".join(f"<span>{dot(at)}{text(cell.arm)}</span>" for at, cell in enumerate(cells))
+    key = "".join(f"<span>{dot(at)}{text(cell.title)}</span>" for at, cell in enumerate(cells))
     drawn = chart(f"Arms at {batch:,}", known, "top-1", percent=True)
     drawn += chart(f"Arms at {batch:,}", lost, "training loss, each by its own labels")
     return f'<div class="key">{key}</div><div class="charts">{drawn}</div>'

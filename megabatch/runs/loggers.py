@@ -169,11 +169,14 @@ class Log:
             return micro_batches
         return counted(micro_batches, images, world, self._shown.evaluating())
 
-    def evaluation(self, step: int, seen: int, epoch: float, result: dict[str, float]) -> None:
+    def evaluation(
+        self, step: int, seen: int, epoch: float, result: dict[str, float], seconds: float
+    ) -> None:
+        """`seconds`: that the run has taken so far, before it was resumed too."""
         self._write("evaluation", {"step": step, "seen": seen, "epoch": epoch, **result})
         self.say(
             f"epoch {epoch:6.2f}  top-1 {result['top1']:.2%}  top-5 {result['top5']:.2%}  "
-            f"loss {result['loss']:.4f}  after {time.monotonic() - self._began:.1f} s"
+            f"loss {result['loss']:.4f}  after {seconds:.1f} s"
         )
         self._last = time.monotonic()
 

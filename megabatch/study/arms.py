@@ -37,6 +37,25 @@ def _rate(**changed: Any) -> Callable[[Config], Config]:
     return lambda config: replace(config, lr=replace(config.lr, **changed))
 
 
+def _constant_warmup(config: Config) -> Config:
+    """The reference rate for as long as the warm-up takes, where that is lower than the peak."""
+    low = config.lr.start or config.lr.reference
+    if not config.lr.warmup or low >= config.lr.peak(config.batch):
+        return config
+    return _rate(ramp="constant", start=low)(config)
+
+
+def _scaling(rule: str) -> Callable[[Config], Config]:
+    """The reference rate carried to the batch by another rule, where that gives another rate."""
+
+    def change(config: Config) -> Config:
+        changed = _rate(scaling=rule)(config)
+        same = changed.lr.peak(config.batch) == config.lr.peak(config.batch)
+        return config if same else changed
+
+    return change
+
+
 def _optimizer(**changed: Any) -> Callable[[Config], Config]:
     return lambda config: replace(config, optimizer=replace(config.optimizer, **changed))
 
@@ -119,6 +138,11 @@ def _recompute(config: Config) -> Config:
 
 ARMS: dict[str, Arm] = {
     "no_warmup": Arm(_rate(warmup=0.0), "the full rate from the first step on (Goyal)"),
+    "constant_warmup": Arm(
+        _constant_warmup, "the reference rate until the warm-up's end, then the full one (Goyal)"
+    ),
+    "fixed_rate": Arm(_scaling("none"), "the reference rate, whatever the batch (Goyal)"),
+    "sqrt_rate": Arm(_scaling("sqrt"), "the rate by the square root of the batch (Goyal)"),
     "sgd": Arm(_sgd, "no LARS: SGD, its rate scaled linearly from 0.1 at 256 (Goyal, You)", True),
     "larc": Arm(_larc, "LARC, which bounds SGD's linearly scaled rate layer by layer", True),
     "lamb": Arm(_lamb, "LAMB, its authors' rate by the square root of the batch", True),

@@ -86,9 +86,15 @@ class Cell:
         return [run.top1 for run in self.finished]
 
     @property
+    def drawn(self) -> list[Result]:
+        """The runs that its curves are means of: the finished ones, or where none is, those that
+        failed, as far as they came."""
+        return self.finished or [run for run in self.runs if run.failure is not None]
+
+    @property
     def curve(self) -> list[tuple[float, float]]:
         """Epochs and top-1 of its evaluations, the mean over seeds."""
-        curves = [run.curve for run in self.finished]
+        curves = [run.curve for run in self.drawn]
         return [
             (points[0][0], statistics.fmean(top1 for _, top1 in points))
             for points in zip(*curves, strict=False)
@@ -97,10 +103,14 @@ class Cell:
     @property
     def losses(self) -> list[tuple[float, float]]:
         """Epochs and training loss of its steps, the mean over seeds."""
-        steps = [run.run.steps for run in self.finished]
+        steps = [run.run.steps for run in self.drawn]
         epochs = steps[0]["epoch"] if steps else ()
         losses = zip(*(one["loss"] for one in steps), strict=False)
         return [(epoch, statistics.fmean(of)) for epoch, of in zip(epochs, losses, strict=False)]
+
+    @property
+    def title(self) -> str:
+        return self.arm if self.finished else f"{self.arm} (failed)"
 
     def epochs_to(self, accuracy: float) -> float:
         """Epochs until the mean curve reached a top-1 (nan: it did not)."""

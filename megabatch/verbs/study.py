@@ -229,7 +229,7 @@ def _arm(
     name, made, flags = arm.partition("=")
     by_hand = False
     if made:
-        if not name.replace("_", "").replace(".", "").isalnum() or name in (RECIPE, *ARMS):
+        if not _is_name(name) or name in (RECIPE, *ARMS):
             raise UserError(
                 f"an arm of your own is NAME=FLAGS, its name of letters, digits and _, and no "
                 f"other arm's: not {arm!r}"
@@ -247,6 +247,10 @@ def _arm(
     if not found:
         raise UserError(f"the arm {name} changes nothing of this recipe: leave it away")
     return found, by_hand
+
+
+def _is_name(arm: str) -> bool:
+    return arm.replace("_", "").replace(".", "").isalnum()
 
 
 def _batches(words: str, flag: str) -> list[int]:
@@ -273,7 +277,7 @@ def _rates(words: str) -> list[float]:
 
 
 def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
-    from megabatch.report.figure import arms_figure, error_figure
+    from megabatch.report.figure import arm_figure, error_figure
     from megabatch.report.study import study_page
     from megabatch.report.study_rows import table_lines
     from megabatch.study.reading import reading
@@ -288,9 +292,11 @@ def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
     recipe = next((r.run.config.get("name") for c in study.cells for r in c.runs), None)
     title = f"{recipe or 'study'}: top-1 error against batch size"
     write_out(out / "error.svg", error_figure(study, title).encode(errors="replace"))
-    for batch in study.batches:
-        if drawn := arms_figure(study, batch, f"{recipe or 'study'} at {batch:,}: top-1"):
-            write_out(out / f"arms-{batch}.svg", drawn.encode(errors="replace"))
+    for cell in study.cells:
+        title = f"{recipe or 'study'} at {cell.batch:,}: top-1 with the arm {cell.arm}"
+        drawn = arm_figure(study, cell.arm, cell.batch, title)
+        if drawn and _is_name(cell.arm):
+            write_out(out / f"{cell.batch}-{cell.arm}.svg", drawn.encode(errors="replace"))
     say_result(conclusion)
     say_result(f"{page}")
     failed = sum(len(row["failed"]) for row in rows)
