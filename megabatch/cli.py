@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import sys
 from importlib import import_module
 
@@ -17,6 +17,7 @@ from megabatch.errors import (
     nearest,
     printable,
 )
+from megabatch.streams import lead_nowhere, prepare
 from megabatch.verbs.examples import show_examples
 from megabatch.version import __version__
 
@@ -46,20 +47,21 @@ _KEPT = {
     "pack": ": finished parts are kept, and the same command goes on from there",
 }
 
+# A write to standard output that fails; files have their own words.
+_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
+    if argv is None:  # else in somebody's process, whose streams are not ours
+        prepare()
     arguments = sys.argv[1:] if argv is None else argv
     verb = arguments[0] if arguments else "--help"
     try:
-        if verb in ("-h", "--help"):
-            return _help()
-        if verb in ("-V", "--version"):
-            return _version()
-        if verb not in VERBS:
-            raise UserError(f"there is no verb {verb!r}: {nearest(verb, VERBS)}")
-        status: int = import_module(f"megabatch.verbs.{verb}").run(arguments[1:])
-        return status
+        try:
+            return _run(verb, arguments[1:])
+        finally:
+            sys.stdout.flush()  # here, where its failure has words
     except UserError as error:
         _say(error)
         return MISTAKE
@@ -67,11 +69,28 @@ def main(argv: list[str] | None = None) -> int:
         _say(error)
         return FAILED
     except BrokenPipeError:  # whoever reads had enough, as head has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        lead_nowhere(sys.stdout.fileno())
         return DONE
+    except OSError as error:
+        if error.errno not in _LOST or error.filename is not None:
+            raise
+        _say(f"what it has to say cannot be written ({error.strerror}): send it elsewhere")
+        lead_nowhere(sys.stdout.fileno())
+        return FAILED
     except KeyboardInterrupt:
         _say(f"ended at once, as asked{_KEPT.get(verb, '')}")
         return INTERRUPTED
+
+
+def _run(verb: str, arguments: list[str]) -> int:
+    if verb in ("-h", "--help"):
+        return _help()
+    if verb in ("-V", "--version"):
+        return _version()
+    if verb not in VERBS:
+        raise UserError(f"there is no verb {verb!r}: {nearest(verb, VERBS)}")
+    status: int = import_module(f"megabatch.verbs.{verb}").run(arguments)
+    return status
 
 
 def _say(words: object) -> None:

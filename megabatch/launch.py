@@ -14,6 +14,7 @@ from megabatch.elastic.link import Dismissed, attach
 from megabatch.elastic.supervisor import Losses, OnWorld, Supervisor
 from megabatch.errors import RunFailed, UserError
 from megabatch.stopping import answering, keep_stop_requests, take_stop_requests
+from megabatch.streams import prepare
 
 # Imported once in the server that workers are forked from: four workers start in under a second.
 # Imports only; neither CUDA nor OpenMP survives a fork, so no tensor is touched there.
@@ -67,6 +68,7 @@ def _work(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    prepare()
     link = attach(pipe, watched)
     # A forked worker begins where its server was started, perhaps long ago and elsewhere.
     os.chdir(folder)

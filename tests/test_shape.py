@@ -24,7 +24,7 @@ TORCH_FREE = [
 
 # Each room may import those before it in this list (and its own); nothing goes up.
 LEVELS = [
-    ["errors", "version", "durable", "stopping"],
+    ["errors", "version", "durable", "stopping", "streams"],
     ["scratch", "schedule", "tree", "plans"],
     ["optim", "kernels"],
     ["batch", "models"],

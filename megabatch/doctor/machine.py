@@ -76,9 +76,10 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
 
 def check_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"up to {_count(soft)} at once (could be raised to {_count(hard)})"
+    may_rise = soft != hard
+    found = f"up to {_count(soft)} at once"
+    found += f" (could be raised to {_count(hard)})" if may_rise else ""
     if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
-        may_rise = hard == resource.RLIM_INFINITY or hard > soft
         return Finding(
             "open files",
             "limited",

@@ -179,16 +179,16 @@ _KINDS = {"INT": "whole number", "FLOAT": "number", "STR": "word"}
 
 def _in_words(metavar: str) -> str:
     """What a flag takes, as a person would say it."""
-    wanted = metavar.removeprefix("{None}|")
-    or_none = ", or None" if wanted != metavar else ""
-    wanted = wanted.strip("{}")
+    wanted = metavar.removeprefix("{None}|").strip(
+        "{}"
+    )  # nobody types None: it is the flag left away
     if again := re.fullmatch(r"\[(.+) \[\1 \.\.\.\]\]", wanted):
         one = _KINDS.get(again[1])
         return f"{f'{one}s' if one else f'{again[1]}, as many as you like'}, with spaces between"
     words = wanted.split()
     if len(words) > 1 and len({*words}) == 1 and words[0] in _KINDS:
-        return f"{len(words)} {_KINDS[words[0]]}s with spaces between{or_none}"
-    return (f"a {_KINDS[wanted]}" if wanted in _KINDS else wanted) + or_none
+        return f"{len(words)} {_KINDS[words[0]]}s with spaces between"
+    return f"a {_KINDS[wanted]}" if wanted in _KINDS else wanted
 
 
 def _stage_rule(info: Any) -> Any:
