@@ -132,6 +132,11 @@ def test_no_number_may_be_negative_or_no_number(tmp_path_factory, path, value):
         (("compute", 0, "images_per_second"), DROP, "compute has no images_per_second"),
         (("compute",), {"model": "resnet50"}, "compute is {'model': 'resnet50'}: give a list"),
         (("chip",), "a1000", "there is no chip 'a1000': did you mean a100?"),
+        (("compute", 0), {"micro": 64, "flops": 1e14}, "compute.model is none: give a text"),
+        (("compute", 0), {"model": 5, "micro": 64, "flops": 1e14}, "compute.model is 5: give a "),
+        (("compute", 0, "assumed"), "yes", "compute.assumed is 'yes': give true or false"),
+        (("name",), "a\x1b[31m", "name is 'a\\x1b[31m': give a line of at most 60 letters"),
+        (("name",), "x" * 61, "give a line of at most 60 letters"),
         (("sending", "cores"), 0, "sending.cores is 0: give a number above 0"),
         (("format",), "other", "its format is 'other'"),
     ],
@@ -140,6 +145,27 @@ def test_the_sentence_names_the_key_and_the_way_out(tmp_path_factory, path, valu
     with pytest.raises(UserError) as caught:
         read(tmp_path_factory, changed(path, value))
     assert sentence in str(caught.value)
+
+
+def test_a_file_is_read_with_a_mark_before_it_and_a_chip_in_capitals(tmp_path):
+    file = tmp_path / f"{'long' * 30}.json"
+    file.write_text("\ufeff" + json.dumps({key: GOOD[key] for key in ("format", "chip")}))
+    assert load(str(file)).name == "long" * 15
+    file.write_text(json.dumps(GOOD | {"chip": "A100"}))
+    assert load(str(file)).chip == "a100"
+    file.write_text("[" * 100_000)
+    with pytest.raises(UserError, match="it is nested too deeply"):
+        load(str(file))
+
+
+def test_a_speed_that_nobody_measured_widens_the_interval(tmp_path_factory):
+    def width(**more):
+        row = GOOD["compute"][0] | more
+        found = read(tmp_path_factory, GOOD | {"compute": [row], "sending": None})
+        low, high = forecast(imagenet("resnet50", 512, 1.0), found, 16).interval
+        return high / low
+
+    assert width() == width(assumed=False) < 0.8 * width(assumed=True)
 
 
 def test_python_is_checked_as_files_are():

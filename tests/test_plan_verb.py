@@ -65,6 +65,16 @@ def test_a_target_time_finds_the_fewest_and_the_cheapest(recipe, capsys):
     assert "the fewest and the cheapest" in out
 
 
+def test_a_target_is_met_with_the_plan_and_the_buckets_that_are_given(recipe, capsys):
+    words = ("--machine", "abci", "--target-seconds", "1250", "--json")
+    best, given = (
+        json.loads(ask(capsys, recipe, *words, *more)[1].splitlines()[-1])["rows"][0]
+        for more in ((), ("--plan", "ring", "--bucket-mb", "2"))
+    )
+    assert (given["plan"], given["bucket_mb"]) == ("ring", 2)
+    assert given["gpus"] > best["gpus"]
+
+
 def test_the_table_fits_80_columns_and_marks_the_best_in_a_pipe(recipe):
     words = ["--machine", "p4d.24xlarge", "--gpus", "8,512,4096"]
     call = f"main(['plan', {recipe!r}, *{words}])"
@@ -167,6 +177,10 @@ def test_another_batch_and_length(recipe, capsys):
         (("--workload", ""), "there is no model ''"),
         (("--gpus", "8", "--grid", "-1", "-8"), "a grid of -1 x -8 is none"),
         (("--machine", "abci", "--target-seconds", "1"), "the fastest, "),
+        (("--target-seconds", "60", "--gpus", "8"), "finds the number of GPUs: leave --gpus away"),
+        (("--target-seconds", "60", "--grid", "2", "4"), "leave --grid away"),
+        (("--target-seconds", "60", "--compare", "wire"), "leave --compare away"),
+        (("--target-seconds", "60", "--plan", "toros"), "did you mean torus?"),
     ],
 )
 def test_a_mistake_gets_one_sentence(recipe, capsys, words, sentence):

@@ -70,8 +70,9 @@ class Possible:
     """Whether a run may end in time, as far as can be said without a search: by the least prices
     that any plan has, and buckets of any size. Asked for more and more GPUs of one machine."""
 
-    def __init__(self, wire: str) -> None:
-        self._wire = wire
+    def __init__(self, wire: str, sizes: tuple[float, ...] = BUCKETS_MB) -> None:
+        """`sizes`: that a bucket may have."""
+        self._wire, self._sizes = wire, sizes
         self._least: dict[tuple[Any, ...], float] = {}
 
     def within(self, job: Job, seconds: float) -> bool:
@@ -92,7 +93,7 @@ class Possible:
             if bound > limit:
                 least = min(least, bound)
                 continue
-            for setting in Choices([], BUCKETS_MB, self._wire).of("ring", (1, job.gpus)):
+            for setting in Choices([], self._sizes, self._wire).of("ring", (1, job.gpus)):
                 bound = at_least(job, cost, self._wire, setting.bucket_mb)
                 if bound <= limit:
                     bound = job.train_seconds(setting, cost)

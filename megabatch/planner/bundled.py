@@ -10,7 +10,15 @@ from pathlib import Path
 
 from megabatch.config.written import read_text
 from megabatch.errors import UserError, nearest
-from megabatch.planner.machine import Machine, Network, Node, Rate, Spine, from_json
+from megabatch.planner.machine import (
+    LONGEST_NAME,
+    Machine,
+    Network,
+    Node,
+    Rate,
+    Spine,
+    from_json,
+)
 
 # Machines of 2017 and 2018: one message from GPU to GPU over NVLink and over InfiniBand, from the
 # public performance model of ABCI; there is no public figure for the others of their day.
@@ -399,7 +407,8 @@ def load(name: str) -> Machine:
             f"(or give the path of a machine.json)"
         )
     try:
-        return from_json(read_text(path), default_name=path.stem)
+        plain = "".join(letter for letter in path.stem if letter.isprintable())
+        return from_json(read_text(path), default_name=plain[:LONGEST_NAME])
     except OSError as error:
         raise UserError(f"the machine {name} cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -24,6 +24,8 @@ FORMAT = "megabatch-machine-1"
 _LARGEST, _MOST = 1e30, 1e12
 """no machine has as much of anything, or as many"""
 
+LONGEST_NAME = 60
+
 # Spread of a worker's step time, as a share of it: what eight GPUs of a node lose to each other
 # where all that they send is hidden is 1 to 3 % (TensorFlow's table [found: S30], MLPerf's logs),
 # and the slowest of eight is 1.42 spreads late. docs/planner.md has what other values give.
@@ -214,6 +216,11 @@ class Machine(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not (self.name.isprintable() and len(self.name) <= LONGEST_NAME):
+            raise UserError(
+                f"name is {shown(self.name)}: give a line of at most {LONGEST_NAME} letters"
+            )
+        object.__setattr__(self, "chip", self.chip.lower())
         if self.chip and self.chip not in CHIPS:
             raise UserError(f"there is no chip {shown(self.chip)}: {nearest(self.chip, CHIPS)}")
 
@@ -267,7 +274,10 @@ _LINKS: dict[str, type] = {"node": Node, "network": Network, "spine": Spine}
 
 def from_json(text: str, default_name: str = "machine") -> Machine:
     """A machine from the text of a machine.json; ValueError says what is wrong with it."""
-    said = json.loads(text)
+    try:
+        said = json.loads(text.removeprefix("\ufeff"))  # some editors begin a file with it
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(said, dict) or said.get("format") != FORMAT:
         found = said.get("format") if isinstance(said, dict) else said
         raise ValueError(f"its format is {shown(found)}, not {FORMAT!r}")
@@ -337,8 +347,11 @@ def _rate(said: Any) -> Rate:
                 f"compute.flops is {shown(flops)} and its efficiency {shown(efficiency)}: give "
                 f"operations a second above 0 and a share from 0 to 1"
             )
+        model = row.get("model")
+        if not isinstance(model, str):
+            raise UserError(f"compute.model is {shown(model)}: give a text")
         # two operations a multiply-add, and backward has twice as many as forward
-        row["images_per_second"] = efficiency * flops / (6 * usual(row["model"]).multiply_adds)
+        row["images_per_second"] = efficiency * flops / (6 * usual(model).multiply_adds)
         row["assumed"] = True
     rate: Rate = _part(Rate, row, "compute")
     if rate is None:

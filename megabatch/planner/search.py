@@ -6,7 +6,7 @@ A price does not grow with the number of workers, so a search at 100,000 costs w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -151,6 +151,8 @@ def enough(
     machine: str | Machine,
     seconds: float,
     *,
+    plan: str | None = None,
+    bucket_mb: float | None = None,
     wire: str | None = None,
     workload: Workload | None = None,
 ) -> Enough:
@@ -163,6 +165,10 @@ def enough(
         raise UserError(f"a run in {seconds:g} s cannot be: give a time above 0")
     place = load(machine) if isinstance(machine, str) else machine
     each, sent_as = place.workers_per_node, wire or wire_of(config)
+
+    def choices_on(gpus: int) -> Choices:
+        return candidates(gpus, plan=plan, bucket_mb=bucket_mb, wire=sent_as)
+
     most = min(stage.batch for stage in config.all_stages) // each
     if most < 1:
         raise UserError(
@@ -170,7 +176,7 @@ def enough(
             f"{each} workers"
         )
     first = Job.of(config, place, each, workload)
-    possible = Possible(sent_as)
+    possible = Possible(sent_as, choices_on(each).sizes)
     fewest: Forecast | None = None
     cheapest: Forecast | None = None
     for nodes in range(1, most + 1):
@@ -184,13 +190,13 @@ def enough(
         job = first.on(gpus)
         if not possible.within(job, ROUNDING * limit):
             continue
-        choices = candidates(gpus, wire=sent_as)
+        choices = choices_on(gpus)
         if fastest(job, choices, ROUNDING * job.training_within(limit)) is None:
             continue
         cheapest = best(job, choices, most=limit)
         fewest = fewest or cheapest
     if fewest is None or cheapest is None:
-        quickest = fastest_of(first, most, sent_as)
+        quickest = fastest_of(first, most, choices_on)
         raise UserError(
             f"no number of {place.name}'s nodes does it in {seconds:g} s: the fastest, "
             f"{quickest.gpus:,} GPUs, takes {quickest.seconds_to_target:.1f} s"
@@ -198,7 +204,7 @@ def enough(
     return Enough(fewest, cheapest)
 
 
-def fastest_of(job: Job, most: int, wire: str) -> Forecast:
+def fastest_of(job: Job, most: int, choices_on: Callable[[int], Choices]) -> Forecast:
     """The fastest of up to so many nodes, among numbers of them that make good grids: products of
     twos and threes."""
     each = job.machine.workers_per_node
@@ -208,15 +214,17 @@ def fastest_of(job: Job, most: int, wire: str) -> Forecast:
         for threes in range(most.bit_length())
         if 2**twos * 3**threes <= most
     )
-    limit, quickest, possible = inf, each, Possible(wire)
+    limit, quickest = inf, each
+    _, sizes, wire = choices_on(each)
+    possible = Possible(wire, sizes)
     for nodes in round_numbers:
         here = job.on(nodes * each)
         if limit < inf and not possible.within(here, limit):
             continue
-        found = fastest(here, candidates(here.gpus, wire=wire), here.training_within(limit))
+        found = fastest(here, choices_on(here.gpus), here.training_within(limit))
         if found is not None:
             limit, quickest = here.whole_run(found[0]), here.gpus
-    return best(job.on(quickest), candidates(quickest, wire=wire))
+    return best(job.on(quickest), choices_on(quickest))
 
 
 def advice(job: Job, found: Forecast, wire: str) -> Iterator[str]:

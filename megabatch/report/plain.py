@@ -66,14 +66,18 @@ def in_words(forecast: Forecast) -> str:
     energy = "" if forecast.kwh is None else f", {forecast.kwh:,.1f} kWh"
     hours = "GPU hour" if forecast.gpu_hours == 1 else "GPU hours"
     return (
-        f"{forecast.gpus:,} GPUs: {duration(forecast.seconds_to_target)}, nine of ten times "
-        f"{duration(low)} to {duration(high)}; {forecast.gpu_hours:,.2f} {hours}{money}{energy}, "
-        f"{forecast.start_seconds:g} s of start-up included. {setting.plan} on "
+        f"{_counted(forecast.gpus, 'GPU')}: {duration(forecast.seconds_to_target)}, nine of ten "
+        f"times {duration(low)} to {duration(high)}; {forecast.gpu_hours:,.2f} {hours}{money}"
+        f"{energy}, {forecast.start_seconds:g} s of start-up included. {setting.plan} on "
         f"{setting.grid[0]} x {setting.grid[1]}, buckets of {setting.bucket_mb:g} MB in "
-        f"{setting.wire}, {forecast.micro} images a pass; a step takes "
+        f"{setting.wire}, {_counted(forecast.micro, 'image')} a pass; a step takes "
         f"{1e3 * forecast.step_seconds:.2f} ms, {1e3 * forecast.exposed_seconds:.2f} of it exposed "
         f"communication. Limit: {forecast.limit}."
     )
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
 def _table(found: list[Forecast], best: list[Forecast], compared: str) -> list[str]:
@@ -117,8 +121,8 @@ def _idle_choice(found: list[Forecast], compared: str) -> Iterator[str]:
         here = [forecast for forecast in found if forecast.gpus == size]
         times = [forecast.seconds_to_target for forecast in here]
         if len(here) > 1 and max(times) <= (1 + SAME) * min(times):
-            yield f"on {size:,} GPUs the choice of {things[compared]} does not matter: all " \
-                  f"{len(here)} are within 1 %"  # fmt: skip
+            yield f"on {_counted(size, 'GPU')} the choice of {things[compared]} does not matter: " \
+                  f"all {len(here)} are within 1 %"  # fmt: skip
 
 
 def _wrapped(sentence: str) -> Iterator[str]:

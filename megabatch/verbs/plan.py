@@ -39,8 +39,8 @@ def _optional(metavar: str) -> Any:
 class PlanFlags:
     machine: str = "dgx-h100"
     """a bundled machine, or the path of a machine.json"""
-    gpus: str = "8,64,512"
-    """numbers of GPUs, with commas between them"""
+    gpus: Annotated[str | None, _optional("N,N")] = None
+    """numbers of GPUs, with commas between them (none: 8,64,512)"""
     plan: Annotated[str | None, _optional("NAME")] = None
     """only this all-reduce (none: all are tried)"""
     grid: Annotated[tuple[int, int] | None, _optional("Y X")] = None
@@ -146,7 +146,22 @@ def _machine(flags: PlanFlags) -> Machine:
 def _in_time(
     config: Config, machine: Machine, model: workload.Workload, flags: PlanFlags, seconds: float
 ) -> tuple[list[Forecast], list[str]]:
-    found = enough(config, machine, seconds, wire=flags.wire, workload=model)
+    for flag, given in (
+        ("--gpus", flags.gpus is not None),
+        ("--grid", flags.grid is not None),
+        ("--compare", flags.compare != "plans"),
+    ):
+        if given:
+            raise UserError(f"--target-seconds finds the number of GPUs: leave {flag} away")
+    found = enough(
+        config,
+        machine,
+        seconds,
+        plan=flags.plan,
+        bucket_mb=flags.bucket_mb,
+        wire=flags.wire,
+        workload=model,
+    )
     if found.cheapest.gpus == found.fewest.gpus:
         return [found.fewest], [f"{found.fewest.gpus:,} GPUs are the fewest and the cheapest"]
     remarks = [f"{found.fewest.gpus:,} GPUs are the fewest, {found.cheapest.gpus:,} the cheapest"]
@@ -160,7 +175,7 @@ def _compared(
     wire = flags.wire or wire_of(config)
     found: list[Forecast] = []
     remarks: list[str] = []
-    for gpus in _numbers(flags.gpus):
+    for gpus in _numbers(flags.gpus if flags.gpus is not None else "8,64,512"):
         job = Job.of(config, machine, gpus, model)
         choices = candidates(
             gpus, plan=flags.plan, grid=flags.grid, bucket_mb=flags.bucket_mb, wire=wire
