@@ -283,6 +283,39 @@ def test_a_model_of_ones_own_comes_as_json(capsys, tmp_path, recipe):
     assert json.loads(out.splitlines()[-1])["rows"]
 
 
+LAYER = {"name": "one", "parameters": [1000], "multiply_adds": 10**6, "outputs": 1000}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[" * 100_000, "it is nested too deeply"),
+        ([1], "it has no list of layers"),
+        ({"layers": []}, "none of its layers has parameters"),
+        ({"layers": [5]}, "its layer 1 is 5, not an object"),
+        ({"layers": [LAYER | {"parameters": [10**400]}]}, "a tensor of its layer 1 is 1000"),
+        ({"layers": [LAYER | {"outputs": 1.5}]}, "outputs of its layer 1 is 1.5, not a whole"),
+        ({"layers": [LAYER | {"multiply_ads": 5}]}, "did you mean multiply_adds?"),
+        ({"name": "a\x1b[1m", "layers": [LAYER]}, "its name is 'a\\x1b[1m', not a line of text"),
+    ],
+)  # fmt: skip
+def test_a_wrong_model_gets_one_sentence(capsys, tmp_path, recipe, text, sentence):
+    own = tmp_path / "model.json"
+    own.write_text(text if isinstance(text, str) else json.dumps(text))
+    status, out, err = ask(capsys, recipe, "--gpus", "8", "--workload", str(own))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert sentence in err
+    assert len(err) < 400
+
+
+def test_a_model_may_have_a_long_name_and_a_mark_before_it(capsys, tmp_path, recipe):
+    own = tmp_path / "model.json"
+    own.write_text("\ufeff" + json.dumps({"name": "package." * 40 + "Net", "layers": [LAYER]}))
+    status, out, _ = ask(capsys, recipe, "--gpus", "8", "--workload", str(own))
+    assert status == 0
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_any_module_is_exported_with_its_attention(capsys, tmp_path, recipe, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ours.py").write_text(

@@ -11,7 +11,6 @@ from pathlib import Path
 from megabatch.config.written import read_text
 from megabatch.errors import UserError, nearest
 from megabatch.planner.machine import (
-    LONGEST_NAME,
     Machine,
     Network,
     Node,
@@ -19,6 +18,7 @@ from megabatch.planner.machine import (
     Spine,
     from_json,
 )
+from megabatch.planner.workload import LONGEST_NAME
 
 # Machines of 2017 and 2018: one message from GPU to GPU over NVLink and over InfiniBand, from the
 # public performance model of ABCI; there is no public figure for the others of their day.

@@ -18,13 +18,11 @@ from typing import Any
 from megabatch.config.settings import shown
 from megabatch.errors import UserError, nearest
 from megabatch.planner.chips import CHIPS, Chip, named_in, unknown
-from megabatch.planner.workload import usual
+from megabatch.planner.workload import LONGEST_NAME, parsed, usual
 
 FORMAT = "megabatch-machine-1"
 _LARGEST, _MOST = 1e30, 1e12
 """no machine has as much of anything, or as many"""
-
-LONGEST_NAME = 60
 
 # Spread of a worker's step time, as a share of it: what eight GPUs of a node lose to each other
 # where all that they send is hidden is 1 to 3 % (TensorFlow's table [found: S30], MLPerf's logs),
@@ -274,10 +272,7 @@ _LINKS: dict[str, type] = {"node": Node, "network": Network, "spine": Spine}
 
 def from_json(text: str, default_name: str = "machine") -> Machine:
     """A machine from the text of a machine.json; ValueError says what is wrong with it."""
-    try:
-        said = json.loads(text.removeprefix("\ufeff"))  # some editors begin a file with it
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    said = parsed(text)
     if not isinstance(said, dict) or said.get("format") != FORMAT:
         found = said.get("format") if isinstance(said, dict) else said
         raise ValueError(f"its format is {shown(found)}, not {FORMAT!r}")

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megabatch.config import Config
+from megabatch.config.settings import shown
 from megabatch.errors import UserError, nearest
 from megabatch.planner.nets import BUILDERS, Layer
+
+LONGEST_NAME = 60
+MOST = 10**18
+"""no layer has as many of anything"""
 
 IMAGENET = 1_281_167
 IMAGENET_VALIDATION = 50_000
@@ -53,25 +58,42 @@ class Workload:
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
+def parsed(text: str) -> Any:
+    """The JSON of a file; ValueError says what is wrong with it."""
+    try:
+        return json.loads(text.removeprefix("\ufeff"))  # some editors begin a file with it
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def from_json(text: str) -> Workload:
-    said = json.loads(text)
+    said = parsed(text)
     if not isinstance(said, dict) or not isinstance(said.get("layers"), list):
         raise ValueError("it has no list of layers")
     layers = tuple(_layer(number, row) for number, row in enumerate(said["layers"], 1))
     if not any(layer.parameters for layer in layers):
         raise ValueError("none of its layers has parameters")
-    return Workload(str(said.get("name", "model")), layers)
+    name = said.get("name", "model")
+    if not (isinstance(name, str) and name.isprintable()):
+        raise ValueError(f"its name is {shown(name)}, not a line of text")
+    return Workload(name[-LONGEST_NAME:], layers)
 
 
 def _layer(number: int, row: Any) -> Layer:
     if not isinstance(row, dict):
-        raise ValueError(f"its layer {number} is {row!r}, not an object")
+        raise ValueError(f"its layer {number} is {shown(row)}, not an object")
 
     def count(value: Any, key: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{key} of its layer {number} is {value!r}, not a number from 0 on")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST:
+            raise ValueError(
+                f"{key} of its layer {number} is {shown(value)}, not a whole number from 0 to "
+                f"{MOST:g}"
+            )
         return value
 
+    for key in row:
+        if key not in (known := [one.name for one in fields(Layer)]):
+            raise ValueError(f"its layer {number} has {shown(key)}: {nearest(key, known)}")
     sizes = row.get("parameters")
     if not isinstance(sizes, list):
         raise ValueError(f"its layer {number} has no list of parameters")

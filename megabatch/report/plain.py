@@ -22,7 +22,7 @@ WIDTH = 80
 def text(found: list[Forecast], title: str, compared: str, remarks: list[str]) -> str:
     """Table, the best rows in full, advice, notes."""
     best = fastest(found)
-    lines = [title, "", *_table(found, best, compared), "", *_wrapped(_LEGEND), ""]
+    lines = [*_wrapped(title), "", *_table(found, best, compared), "", *_wrapped(_LEGEND), ""]
     for forecast in best:
         lines += _wrapped(f"* {in_words(forecast)}")
     lines += [line for one in _idle_choice(found, compared) for line in _wrapped(one)]
