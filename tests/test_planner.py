@@ -417,6 +417,19 @@ def test_input_that_is_too_slow_is_named():
     assert found.images_per_second == pytest.approx(8 * 1000.0)
 
 
+@pytest.mark.parametrize(("images", "longer"), [(16, 10), (64, 5), (128, 3)])
+def test_what_sending_after_backward_costs_is_what_the_docs_say(images, longer):
+    job = Job.of(published.imagenet("resnet50", 512 * images), "hgx-h200", 512)
+    choices = list(candidates(512, wire="fp16").settings())
+    least, late = (
+        min(job.steps(replace(setting, overlap=overlap))[0].seconds for setting in choices)
+        for overlap in (True, False)
+    )
+    assert round(100 * (late / least - 1)) == longer
+    said = " ".join(DOCS.read_text().split())
+    assert f"{longer} % with {images}" in said or f"{longer} % longer with {images} images" in said
+
+
 def test_the_search_finds_what_going_through_all_finds():
     config = published.imagenet("resnet50", 8192, 1)
     best = forecast(config, "abci", 256, wire="fp16")
