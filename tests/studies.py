@@ -20,6 +20,7 @@ def made_up_run(
     epochs=4,
     noise=50.0,
     config=None,
+    **summarised,
 ):
     """A finished run whose curve rises evenly to its top-1."""
     config = config or mb.recipes.named("digits", epochs=epochs, batch=batch)
@@ -29,6 +30,7 @@ def made_up_run(
     summary = {
         "ended": "finished", "top1": top1, "steps": 4000 // batch, "seconds": 10.0,
         "images_per_second": 400.0, "epochs": epochs, "seen": 4000,
+        **summarised,
     }  # fmt: skip
     folder = made_up(study / trial.name, lines, json.loads(trial.config.to_json()), summary=summary)
     write_label(folder, trial)

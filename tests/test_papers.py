@@ -1,6 +1,7 @@
 """The page for readers of the papers, and what only the papers ask for: every file and test it
 names is there, every command is accepted, the quick ones run."""
 
+import copy
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from commands import megabatch
 from waiting import PATIENCE_SECONDS
 
@@ -19,8 +21,11 @@ import megabatch as mb
 from megabatch.bench.ratios import RatioFlags, first_step
 from megabatch.planner.chips import CHIPS
 from megabatch.planner.peak import share_of_peak
+from megabatch.plans.names import plan_of
+from megabatch.plans.traffic import wire
 from megabatch.recipes import RECIPES
 from megabatch.runs.folder import State
+from megabatch.verbs import study as study_verb
 from megabatch.verbs import train as train_verb
 from megabatch.verbs.parsing import flags_of
 
@@ -35,6 +40,7 @@ ROWS = [
 COMMANDS = sorted({code for code in CODE if code.startswith(("megabatch ", "python "))})
 ON_IMAGENET = [command for command in COMMANDS if "imagenet.arrow" in command]
 QUICK = [c for c in COMMANDS if c not in ON_IMAGENET and c != "megabatch pack"]
+ON_TINY = [block.replace("\\\n", " ") for block in re.findall(r"```\n(.+?)```", PAGE, re.DOTALL)]
 
 
 # --- the page ----------------------------------------------------------------------------------
@@ -70,12 +76,36 @@ def test_every_flag_and_recipe_on_the_page_exists():
     assert of_papers - {"goyal2017"} <= named
 
 
+def configs_of(command):
+    """The runs that a command line of train or study asks for."""
+    _, verb, recipe, *flags = shlex.split(command)
+    if verb == "train":
+        return {"recipe": train_verb.read_flags(recipe, flags)[0]}
+    assert verb == "study"
+    return {
+        arm: config for (arm, _), config in study_verb.read_flags(recipe, flags)[0].configs.items()
+    }
+
+
 @pytest.mark.parametrize("command", ON_IMAGENET)
 def test_a_command_that_needs_imagenet_would_be_accepted(command):
-    _, verb, recipe, *flags = shlex.split(command)
-    assert verb == "train"
-    config, _ = train_verb.read_flags(recipe, flags)
-    assert config.data.path == "imagenet.arrow"
+    for config in configs_of(command).values():
+        assert config.data.path == "imagenet.arrow"
+
+
+def test_the_studies_of_tiny_imagenet_compare_what_the_page_says():
+    goyal, three, alexnet = map(configs_of, ON_TINY)
+    assert set(goyal) == {"recipe", "no_warmup", "constant_warmup", "fixed_rate", "sqrt_rate"}
+    assert {c.lr.peak(4096) for c in goyal.values() if c.batch == 4096} == {1.6, 0.1, 0.4}
+    assert set(three) == {"recipe", "sgd", "decay_all", "grow"}
+    assert three["sgd"].optimizer.trust is None and three["recipe"].optimizer.trust == 0.001
+    for config in (*goyal.values(), *three.values()):
+        assert (config.model, config.data.size, config.epochs) == ("resnet18", 64, 30)
+    # Caffe's rate in proportion; LARS's of the paper at 4,096.
+    plain, lars, with_norm = (alexnet[arm] for arm in ("recipe", "lars", "lars_bn"))
+    assert plain.lr.peak(4096) == pytest.approx(0.16) and lars.lr.peak(4096) == 10
+    assert (plain.optimizer.trust, lars.optimizer.trust) == (None, 0.001)
+    assert replace(lars, model="alexnet_bn") == with_norm and plain.data.size == 227
 
 
 @pytest.mark.parametrize("command", QUICK)
@@ -94,6 +124,47 @@ def test_a_quick_command_runs_as_it_stands(command, tmp_path):
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout or done.stderr
+
+
+# --- Goyal: why linear scaling, and what it asks of a network ----------------------------------
+
+
+def test_small_steps_and_one_large_step_part_by_the_square_of_the_rate():
+    """Equations 3 and 4: alike to first order in the rate, so that half of it leaves a quarter of
+    the difference; and by that much only."""
+    torch.manual_seed(0)
+    images, labels = torch.randn(64, 20, dtype=torch.float64), torch.randint(5, (64,))
+    start = torch.nn.Sequential(torch.nn.Linear(20, 16), torch.nn.Tanh(), torch.nn.Linear(16, 5))
+    start = start.double()
+
+    def trained(batches, rate):
+        net = copy.deepcopy(start)
+        optimizer = mb.LARS(net.parameters(), lr=rate, momentum=0, trust=None, form="pytorch")
+        for some in batches:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(images[some]), labels[some]).backward()
+            optimizer.step()
+        return torch.nn.utils.parameters_to_vector(net.parameters()).detach()
+
+    def apart(rate, k=4):
+        return float((trained(torch.arange(64).chunk(k), rate) - one(k * rate)).norm())
+
+    def one(rate):
+        return trained([torch.arange(64)], rate)
+
+    moved = float((one(4 * 0.001) - one(0.0)).norm())
+    assert apart(0.001) < 0.01 * moved
+    for rate in (0.002, 0.001):
+        assert apart(rate) / apart(rate / 2) == pytest.approx(4, rel=0.02)
+    assert apart(1.0) > 0.1 * float((one(4.0) - one(0.0)).norm())  # where gradients change, not
+
+
+def test_the_bandwidth_that_goyal_needs():
+    """100 MB between 32 servers in the 120 ms of a backward pass: about 12.8 Gbit/s, before the
+    paper adds what protocols cost."""
+    for name in ("ring", "ring:halving_doubling"):
+        sent = wire(plan_of(name), 100_000_000, 1, 32).busiest
+        assert 8 * float(sent) / 0.12 == pytest.approx(12.8e9, rel=0.02)
 
 
 # --- You: Table 3, peak accuracy, operations ---------------------------------------------------

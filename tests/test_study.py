@@ -569,6 +569,22 @@ def test_the_figure_is_an_svg_of_its_own(study):
     assert "error <here>" in words and {"64", "256", "1,024"} <= set(words)
 
 
+def test_errors_as_goyal_reports_them(tmp_path):
+    """By the paper's own numbers: 23.74 and a deviation of 0.09 over five runs at 8k."""
+    medians = [0.7626 + 0.0009 * step for step in (-1.2, -0.6, 0, 0.6, 1.2)]
+    for seed, median in enumerate(medians):
+        made_up_run(tmp_path, 64, seed, 0.7, median_top1=median, best_top1=0.8)
+    for seed in range(2):  # of an earlier version, or torn: there is no median, nor a speed
+        made_up_run(tmp_path, 128, seed, 0.6, images_per_second=None)
+    first, second = read(tmp_path).rows()
+    assert first["median_error"] == pytest.approx(23.74)
+    assert first["median_error_deviation"] == pytest.approx(0.09 * 0.9**0.5, rel=1e-9)
+    assert first["least_error"] == pytest.approx(20) and first["top1"] == pytest.approx(70)
+    assert second["median_error"] is None and second["median_error_deviation"] is None
+    page = study_page(read(tmp_path))
+    assert "23.74 ± 0.09" in page and "nan" not in page.replace("nano", "")
+
+
 def drawn_lines(drawn):
     """The names of a picture's lines, and for each the heights of its dots, from the bottom up."""
     root = ET.fromstring(drawn)

@@ -16,6 +16,7 @@ from megabatch.report.settings import environment, settings
 from megabatch.report.study_settings import (
     NOISE_NOTE,
     RATES_NOTE,
+    as_reported,
     first_runs,
     noise,
     ran_with,
@@ -90,7 +91,7 @@ def _errors(study: Study, colours: dict[str, int]) -> str:
         for cell in study.cells
         if cell.arm == RECIPE
     ]
-    return f'{key}<div class="charts">{drawn}</div>{table(heads, rows)}'
+    return f'{key}<div class="charts">{drawn}</div>{table(heads, rows)}{as_reported(study)}'
 
 
 def _error_line(study: Study, arm: str, at: int) -> Points:

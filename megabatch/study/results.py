@@ -116,8 +116,19 @@ class Cell:
         """Epochs until the mean curve reached a top-1 (nan: it did not)."""
         return next((epoch for epoch, top1 in self.curve if top1 >= accuracy), math.nan)
 
+    def summaries(self, name: str) -> list[float]:
+        """A number of its runs' summaries, one a seed."""
+        return [number(run.run.summary.get(name)) for run in self.finished]
+
     def summary(self, name: str) -> Mean:
-        return mean([number(run.run.summary.get(name)) for run in self.finished])
+        return mean(self.summaries(name))
+
+    def errors(self, name: str) -> tuple[float, float]:
+        """The mean top-1 error in per cent and its standard deviation over seeds, by a top-1 of the
+        summaries: Goyal's numbers where that is median_top1 (nan: unknown, or of one seed)."""
+        known = [100 - 100 * top1 for top1 in self.summaries(name) if math.isfinite(top1)]
+        spread = statistics.stdev(known) if len(known) > 1 else math.nan
+        return mean(known).value, spread
 
 
 @dataclass(frozen=True)
@@ -187,6 +198,9 @@ class Study:
                 "failed": {run.seed: run.failure for run in cell.runs if run.failure},
                 "top1": _known(top1.value),
                 "top1_half": _known(top1.half),
+                "median_error": _known(cell.errors("median_top1")[0]),
+                "median_error_deviation": _known(cell.errors("median_top1")[1]),
+                "least_error": _known(cell.errors("best_top1")[0]),
                 "to_baseline": _known(less.value),
                 "to_baseline_half": _known(less.half),
                 "to_recipe": _known(arm.value),

@@ -24,6 +24,8 @@ class Mean(NamedTuple):
 
 
 def mean(values: Sequence[float]) -> Mean:
+    """Of those that are known."""
+    values = _known(values)
     count = len(values)
     if count == 0:
         return Mean(math.nan, math.nan, 0)
@@ -35,6 +37,7 @@ def mean(values: Sequence[float]) -> Mean:
 
 def difference(values: Sequence[float], others: Sequence[float]) -> Mean:
     """The mean of `values` less that of `others`, each with a spread of its own (Welch)."""
+    values, others = _known(values), _known(others)
     value = mean(values).value - mean(others).value
     count = min(len(values), len(others))
     if count < 2:
@@ -45,6 +48,10 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Mean:
         return Mean(value, 0.0, count)
     freedom = square**2 / sum(part**2 / degrees for part, degrees in parts)
     return Mean(value, quantile(freedom) * math.sqrt(square), count)
+
+
+def _known(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 @functools.lru_cache(maxsize=256)
