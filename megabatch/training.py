@@ -37,7 +37,7 @@ from megabatch.runs.listening import Logger, Theirs, check_loggers
 from megabatch.runs.loggers import Log
 from megabatch.runs.memory import Memory, compared, copied
 from megabatch.runs.progress import say, to_people
-from megabatch.runs.verdict import Clock, Effort, Facts, few_steps, idle_workers
+from megabatch.runs.verdict import Clock, Effort, Facts, bold_rate, few_steps, idle_workers
 from megabatch.step import DelayedNumbers, StepResult, score, train_step
 from megabatch.stopping import stop_requests
 from megabatch.sync.control import StepNumbers
@@ -435,6 +435,8 @@ def _say_first(
     steps, _ = count_steps(stages, images, config.epochs)
     if (few := few_steps([stage.batch for stage in stages], images, steps)) is not None:
         log.say(few)
+    if (bold := bold_rate(config.lr.peak(config.batch), config.optimizer)) is not None:
+        log.say(bold)
     if state.seen:
         log.say(f"resumed at step {state.steps}, epoch {state.seen / images:.2f}")
     if cluster.device.type == "cuda":

@@ -12,6 +12,7 @@ from test_train import CONFIG
 from torch import nn
 from waiting import PATIENCE_SECONDS, until
 
+from megabatch import recipes
 from megabatch.batch import steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
@@ -24,6 +25,7 @@ from megabatch.runs.verdict import (
     Facts,
     Verdicts,
     Waits,
+    bold_rate,
     few_steps,
     idle_workers,
     straggler,
@@ -243,6 +245,29 @@ def test_a_run_of_few_steps_is_warned_of():
         "is all of them: use a smaller --batch, or more --epochs"
     )
     assert "1 step in all" in few_steps([64], 159, 1)
+
+
+def test_a_rate_that_no_net_bears_is_warned_of():
+    """CIFAR-10 with the digits' rate for a batch of 512 ended its first epoch at 10 %."""
+    lars = recipes.digits().optimizer
+    assert bold_rate(16, lars) is None
+    for calm in (replace(lars, trust=None), replace(lars, policy="clip")):
+        assert bold_rate(128, calm) is None
+    assert bold_rate(128, lars) == (
+        "warning: at the peak rate of 128 LARS moves every layer by 13 % of its norm a step, and "
+        "few nets learn so: use a smaller --lr.reference, or a smaller --batch"
+    )
+    for name in recipes.RECIPES:
+        config = recipes.named(name)
+        assert bold_rate(config.lr.peak(config.batch), config.optimizer) is None, name
+
+
+def test_a_small_share_is_named_with_advice_or_not_at_all():
+    plain = replace(FACTS, world=2, over_loopback=True, cores_here=2, micros_a_worker=4)
+    assert Verdicts().hear(Waits(100, 0, 7), plain) is None
+    assert Verdicts().hear(Waits(100, 0, 20), plain) == "communication-bound 20 %"
+    advised = replace(plain, micros_a_worker=1)
+    assert "larger batch" in Verdicts().hear(Waits(100, 0, 7), advised)
 
 
 def test_small_waits_are_not_worth_a_word():

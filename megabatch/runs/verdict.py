@@ -15,8 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megabatch.config import OptimizerConfig
+
 _NOTABLE = 0.05
 """a share below this is not worth changing anything for"""
+_LARGE = 0.15
+"""a share below this is named only with what to do about it"""
 _STILL = 0.5
 """what was waited for most still counts as that at half the share of what is now, or of notable"""
 _ENOUGH_SECONDS = 20.0
@@ -247,7 +251,8 @@ class Verdicts:
         self._bound = found.bound
         if fresh:
             self._advised.add(found.bound)
-        return str(found) if fresh else found.measured
+            return str(found)
+        return found.measured if found.share >= _LARGE else None
 
     def _name(self, slow: Straggler) -> str | None:
         """Once: what else is waited for is of no account while all wait for one."""
@@ -300,6 +305,22 @@ def few_steps(batches: Sequence[int], images: int, steps: int) -> str | None:
     return (
         f"warning: {steps} step{'s' * (steps != 1)} in all are few to learn in, for {images:,} "
         f"training images{largest}: use a smaller --batch, or more --epochs"
+    )
+
+
+_BOLD = 0.1
+"""of a layer's norm in one step; the papers' largest is 0.05"""
+
+
+def bold_rate(peak: float, optimizer: OptimizerConfig) -> str | None:
+    """A warning where LARS at its peak rate moves layers further than nets usually bear."""
+    adapts = optimizer.name == "lars" and optimizer.policy == "lars"
+    moved = peak * (optimizer.trust or 0.0) if adapts else 0.0
+    if moved < _BOLD:
+        return None
+    return (
+        f"warning: at the peak rate of {peak:g} LARS moves every layer by {_percent(moved)} of its "
+        f"norm a step, and few nets learn so: use a smaller --lr.reference, or a smaller --batch"
     )
 
 
