@@ -1,6 +1,7 @@
 """Many small processes share the machine's cores here: one thread each, and nobody is timed. And
 what several files of tests begin with."""
 
+import gc
 import os
 import shutil
 import signal
@@ -26,8 +27,16 @@ settings.register_profile("new", deadline=None, suppress_health_check=[HealthChe
 settings.register_profile("same", settings.get_profile("new"), derandomize=True)
 settings.load_profile("same")
 
-# DDP and torch's optimizers import the compiler: once, and not in each worker that is forked.
-launch.PRELOAD.append("torch._dynamo")
+# DDP and torch's optimizers import the compiler, and files of tests import pytest: once, and not in
+# each worker that is forked.
+launch.PRELOAD += ["torch._dynamo", "pytest"]
+
+
+def pytest_collection_finish():
+    """What is imported and collected now stays: who collects garbage need not walk over a million
+    objects of it each time. Of what tests leave behind nothing is hidden."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

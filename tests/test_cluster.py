@@ -335,7 +335,7 @@ def test_a_group_needs_torch_to_be_initialised():
 
 # ---------------------------------------------------------------- torchrun itself
 
-TRAIN = ["train", "digits", "--epochs", "1", "--deterministic", "--device", "cpu", "--json"]
+TRAIN = ["train", "digits", "--epochs", "0.3", "--deterministic", "--device", "cpu", "--json"]
 
 
 def test_under_torchrun_the_same_line_gives_the_same_weights(tmp_path):

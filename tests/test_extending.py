@@ -56,12 +56,16 @@ def test_the_worked_example_works(name, tmp_path):
     (diff,) = blocks(EXAMPLES[name], "diff")
     # Lines may have moved, what they say may not.
     run(["git", "apply", "--unidiff-zero", "-"], tmp_path, diff)
-    code = "\n".join(blocks(EXAMPLES[name], "python"))
-    ours = f"import megabatch; assert megabatch.__file__.startswith({str(tmp_path)!r})\n"
-    run([sys.executable, "-c", ours + code], tmp_path)
+    # One process for all of it: torch is loaded once.
+    code = [
+        f"import megabatch; assert megabatch.__file__.startswith({str(tmp_path)!r})",
+        *blocks(EXAMPLES[name], "python"),
+        "from megabatch.cli import main",
+    ]
     for line in "".join(blocks(EXAMPLES[name], "")).splitlines():
         _, *words = shlex.split(line)
-        run([sys.executable, "-m", "megabatch.cli", *words], tmp_path)
+        code.append(f"assert main({words!r}) == 0")
+    run([sys.executable, "-c", "\n".join(code)], tmp_path)
 
 
 def test_the_examples_are_not_there_already():
