@@ -713,6 +713,16 @@ def test_runs_of_others_are_foreseen_from_one_measured_speed():
         assert summary in DOCS.read_text()
 
 
+def test_gpus_of_one_node_are_foreseen_from_the_speed_of_one():
+    script = runpy.run_path(str(Path(__file__).parents[1] / "results/planner/one_node.py"))
+    assert script["table"]() in DOCS.read_text()
+    for row in script["rows"]():
+        assert abs(row.error) < 12
+        if "hours" in row.what:
+            low, high = (end / 3600 for end in row.found.interval)
+            assert low <= row.published <= high
+
+
 # --- what users rely on
 
 
