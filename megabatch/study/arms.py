@@ -138,12 +138,10 @@ def _recompute(config: Config) -> Config:
 
 ARMS: dict[str, Arm] = {
     "no_warmup": Arm(_rate(warmup=0.0), "the full rate from the first step on (Goyal)"),
-    "constant_warmup": Arm(
-        _constant_warmup, "the reference rate until the warm-up's end, then the full one (Goyal)"
-    ),
+    "constant_warmup": Arm(_constant_warmup, "the reference rate during the warm-up (Goyal)"),
     "fixed_rate": Arm(_scaling("none"), "the reference rate, whatever the batch (Goyal)"),
     "sqrt_rate": Arm(_scaling("sqrt"), "the rate by the square root of the batch (Goyal)"),
-    "sgd": Arm(_sgd, "no LARS: SGD, its rate scaled linearly from 0.1 at 256 (Goyal, You)", True),
+    "sgd": Arm(_sgd, "no LARS: SGD, at 0.1 times the batch over 256 (Goyal, You)", True),
     "larc": Arm(_larc, "LARC, which bounds SGD's linearly scaled rate layer by layer", True),
     "lamb": Arm(_lamb, "LAMB, its authors' rate by the square root of the batch", True),
     "muon": Arm(_muon, "Muon: orthogonal steps, each a share of its weight", True),
@@ -161,7 +159,6 @@ ARMS: dict[str, Arm] = {
     "follow_noise": Arm(_follow_noise, "a batch that follows the gradient noise scale"),
     "span32": Arm(_span(32), "batch-norm statistics over 32 images"),
     "span64": Arm(_span(64), "batch-norm statistics over 64 images"),
-    "span128": Arm(_span(128), "batch-norm statistics over 128 images"),
     "span256": Arm(_span(256), "batch-norm statistics over 256 images"),
     "fp32": Arm(_set(precision="fp32", half_weights=False), "single precision"),
     "bf16": Arm(_set(precision="bf16", half_weights=False), "bf16 activations"),
