@@ -272,26 +272,28 @@ _LINKS: dict[str, type] = {"node": Node, "network": Network, "spine": Spine}
 
 def from_json(text: str, default_name: str = "machine") -> Machine:
     """A machine from the text of a machine.json; ValueError says what is wrong with it."""
-    said = parsed(text)
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
-        found = said.get("format") if isinstance(said, dict) else said
+    described = parsed(text)
+    if not isinstance(described, dict) or described.get("format") != FORMAT:
+        found = described.get("format") if isinstance(described, dict) else described
         raise ValueError(f"its format is {shown(found)}, not {FORMAT!r}")
-    said.pop("format")
-    said.pop("plans", None)  # those that bench sync measured: for the trainer
-    links = _object(said.pop("links", {}), "links")
+    described.pop("format")
+    described.pop("plans", None)  # those that bench sync measured: for the trainer
+    links = _object(described.pop("links", {}), "links")
     _known(links, _LINKS, "links")
-    rows = said.pop("compute", [])
+    rows = described.pop("compute", [])
     if not isinstance(rows, list):
         raise UserError(f"compute is {shown(rows)}: give a list of rows")
-    sending = said.pop("sending", None)
+    sending = described.pop("sending", None)
     names = {one.name for one in fields(Machine)} - {*_LINKS, "rates", "sending"}
-    _known(said, names, "")
+    _known(described, names, "")
     for key in ("sources", "host"):
-        _object(said.get(key, {}), key)
+        _object(described.get(key, {}), key)
     for key, default in (("name", default_name), ("workers_per_node", 1)):
-        said[key] = default if said.get(key) is None else said[key]
+        described[key] = default if described.get(key) is None else described[key]
     optional = {one.name: one for one in fields(Machine)}
-    given = {key: value for key, value in said.items() if _told(value, optional[key].default)}
+    given = {
+        key: value for key, value in described.items() if _is_given(value, optional[key].default)
+    }
     return Machine(
         **{level: _part(_LINKS[level], links[level], f"links.{level}") for level in links},
         sending=_part(Sending, sending, "sending"),
@@ -300,7 +302,7 @@ def from_json(text: str, default_name: str = "machine") -> Machine:
     )
 
 
-def _told(value: Any, default: Any) -> bool:
+def _is_given(value: Any, default: Any) -> bool:
     """A null stands for what is left out."""
     return value is not None or default is None
 
@@ -311,30 +313,32 @@ def _object(value: Any, key: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _known(said: dict[str, Any], names: Any, where: str) -> None:
-    for key in said:
+def _known(described: dict[str, Any], names: Any, where: str) -> None:
+    for key in described:
         if key not in names:
             raise UserError(f"there is no key {shown(f'{where}.{key}'.lstrip('.'))}: "
                             f"{nearest(key, names)}")  # fmt: skip
 
 
-def _part(kind: type, said: Any, where: str) -> Any:
+def _part(kind: type, described: Any, where: str) -> Any:
     """One part of the file as its dataclass; null or nothing at all is no part."""
-    if said is None or said == {}:
+    if described is None or described == {}:
         return None
-    said = _object(said, where)
+    described = _object(described, where)
     named = {one.name: one for one in fields(kind)}
-    _known(said, named, where)
+    _known(described, named, where)
     for name, one in named.items():
-        if one.default is MISSING and said.get(name) is None:
+        if one.default is MISSING and described.get(name) is None:
             raise UserError(f"{where} has no {name}")
-    return kind(**{key: value for key, value in said.items() if _told(value, named[key].default)})
+    return kind(
+        **{key: value for key, value in described.items() if _is_given(value, named[key].default)}
+    )
 
 
-def _rate(said: Any) -> Rate:
+def _rate(described: Any) -> Rate:
     """A compute row; `flops` (a second) and the share of them that training reaches stand for
     images/s where nobody has measured them."""
-    row = _object(said, "a row of compute")
+    row = _object(described, "a row of compute")
     flops, efficiency = row.pop("flops", None), row.pop("efficiency", 1.0)
     if flops is not None:
         if not _Limits(above=0).hold(flops) or not _Limits(above=0, most=1).hold(efficiency):
@@ -355,11 +359,11 @@ def _rate(said: Any) -> Rate:
 
 
 def to_json(machine: Machine) -> str:
-    said = asdict(machine)
-    links = {level: said.pop(level) for level in _LINKS}
-    said["links"] = {level: link for level, link in links.items() if link is not None}
-    said["compute"] = list(said.pop("rates"))
-    return json.dumps({"format": FORMAT} | said, indent=2) + "\n"
+    described = asdict(machine)
+    links = {level: described.pop(level) for level in _LINKS}
+    described["links"] = {level: link for level, link in links.items() if link is not None}
+    described["compute"] = list(described.pop("rates"))
+    return json.dumps({"format": FORMAT} | described, indent=2) + "\n"
 
 
 def update(path: str | os.PathLike[str], part: dict[str, Any]) -> None:
@@ -369,13 +373,13 @@ def update(path: str | os.PathLike[str], part: dict[str, Any]) -> None:
     A compute row replaces the one of the same model, micro-batch and number of workers.
     """
     file = Path(path)
-    said = _written(file)
-    merged = said | part | {"format": FORMAT, "date": time.strftime("%Y-%m-%d")}
+    described = _written(file)
+    merged = described | part | {"format": FORMAT, "date": time.strftime("%Y-%m-%d")}
     for key in ("links", "sending", "host", "sources"):
-        merged[key] = said.get(key, {}) | part.get(key, {})
+        merged[key] = described.get(key, {}) | part.get(key, {})
     rows = {
         (row["model"], row["micro"], row.get("workers", 1)): row
-        for row in (*said.get("compute", []), *part.get("compute", []))
+        for row in (*described.get("compute", []), *part.get("compute", []))
     }
     merged["compute"] = [rows[key] for key in sorted(rows)]
     from_json(json.dumps(merged))  # what cannot be read back is not written
@@ -395,10 +399,10 @@ def _written(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {"name": file.stem}
     try:
-        said: dict[str, Any] = _object(json.loads(file.read_text()), str(file))
-        from_json(json.dumps(said))
+        described: dict[str, Any] = _object(json.loads(file.read_text()), str(file))
+        from_json(json.dumps(described))
     except (OSError, ValueError) as error:  # UserErrors too
         raise UserError(
             f"{file} is no machine's file, and would be lost: {error}; name another"
         ) from None
-    return said
+    return described

@@ -67,13 +67,13 @@ def parsed(text: str) -> Any:
 
 
 def from_json(text: str) -> Workload:
-    said = parsed(text)
-    if not isinstance(said, dict) or not isinstance(said.get("layers"), list):
+    described = parsed(text)
+    if not isinstance(described, dict) or not isinstance(described.get("layers"), list):
         raise ValueError("it has no list of layers")
-    layers = tuple(_layer(number, row) for number, row in enumerate(said["layers"], 1))
+    layers = tuple(_layer(number, row) for number, row in enumerate(described["layers"], 1))
     if not any(layer.parameters for layer in layers):
         raise ValueError("none of its layers has parameters")
-    name = said.get("name", "model")
+    name = described.get("name", "model")
     if not (isinstance(name, str) and name.isprintable()):
         raise ValueError(f"its name is {shown(name)}, not a line of text")
     return Workload(name[-LONGEST_NAME:], layers)

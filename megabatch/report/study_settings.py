@@ -27,11 +27,13 @@ def as_reported(study: Study) -> str:
     for cell in study.cells:
         errors = [cell.errors(name) for name in ("top1", "median_top1", "best_top1")]
         if cell.finished:
-            told = [f"{count(value, 2)} ± {count(spread, 2)}" for value, spread in errors]
-            rows.append((text(cell.arm), f"{cell.batch:,}", str(len(cell.finished)), *told))
+            spreads = [f"{count(value, 2)} ± {count(spread, 2)}" for value, spread in errors]
+            rows.append((text(cell.arm), f"{cell.batch:,}", str(len(cell.finished)), *spreads))
     heads = ("", "batch", "seeds", "last", "median of the last five", "least")
-    said = "Top-1 error in per cent as the papers report it: mean ± standard deviation over seeds."
-    return f"<details><summary>{said}</summary>{table(heads, rows)}</details>" if rows else ""
+    summary = (
+        "Top-1 error in per cent as the papers report it: mean ± standard deviation over seeds."
+    )
+    return f"<details><summary>{summary}</summary>{table(heads, rows)}</details>" if rows else ""
 
 
 def rates(study: Study) -> str:
