@@ -528,7 +528,10 @@ def test_mistakes_are_one_sentence_each(source, tmp_path, capsys):
         ([str(source), "a.zip"], "ends with .arrow"),
         ([str(source), str(tmp_path / "no/a.arrow")], "there is no folder"),
         ([str(tmp_path / "no"), str(tmp_path / "a.arrow")], "there is no"),
-        ([str(tmp_path / "nothing"), str(tmp_path / "a.arrow")], "nothing that can be packed"),
+        (
+            [str(tmp_path / "nothing"), str(tmp_path / "a.arrow")],
+            "no set of images that is known here",
+        ),
         ([str(source), str(tmp_path / "there.arrow")], "exists already"),
         ([str(source), str(tmp_path / "a.arrow"), "--quality", "0"], "--quality is 0"),
         (["--verify", str(tmp_path / "no.arrow")], "there is no file"),

@@ -159,8 +159,9 @@ def hold_out_order(
     held = round(share * count)
     if not 0 < held < count:
         raise UserError(
-            f"a share of {share:g} of {count} images leaves nothing to hold out or to train on: "
-            f"change the share that is held out for validation"
+            f"a share of {share:g} of {count} image{'s' * (count != 1)} leaves nothing to hold out "
+            f"or to train on: add images, or change the share that is held out (--data.val-share; "
+            f"of pack --val-share)"
         )
     return order[held:].sort().values, order[:held].sort().values
 

@@ -73,6 +73,7 @@ def kind_at(path: Path) -> Any:
         if kind.found_at(path):
             return kind
     raise UserError(
-        f"{path} is nothing that can be packed: give a folder of class folders (or train and val "
-        f"with class folders), Tiny ImageNet, ILSVRC2012's tar files, parquet, CIFAR or idx files"
+        f"{path} is no set of images that is known here: give a folder of class folders (or train "
+        f"and val with class folders), Tiny ImageNet, ILSVRC2012's tar files, parquet, CIFAR or "
+        f"idx files"
     )
