@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -43,6 +45,7 @@ def run_local(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    _start_server()
 
     watched = losses.survivable or bool(by_stage)
 
@@ -60,6 +63,17 @@ def run_local(
         return supervisor.run()
 
 
+def _start_server() -> None:
+    """What workers are forked from, deaf to Ctrl-C: a terminal sends that to it as well, and while
+    it imports it would die of it."""
+    resource_tracker.ensure_running()  # first: it leaves the signal heard
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def _work(
     pipe: Connection,
     folder: str,
@@ -68,6 +82,7 @@ def _work(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the server's, not a worker's
     prepare()
     link = attach(pipe, watched)
     # A forked worker begins where its server was started, perhaps long ago and elsewhere.
