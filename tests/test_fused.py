@@ -58,7 +58,8 @@ def test_the_pass_is_the_plain_net(block, wide, span):
     from megabatch.models.fused import ResNetPass
 
     net = small(block)
-    images = torch.randn(4, 3, 49, 49, device=DEVICE)
+    torch.manual_seed(1)
+    images = torch.randn(4, 3, 33, 33, device=DEVICE)
     labels = torch.randint(10, (4,), device=DEVICE)
     run = ResNetPass(net, torch.float32, span, lambda _: wide)
     logits, statistics = run(images)
@@ -74,7 +75,9 @@ def test_the_pass_is_the_plain_net(block, wide, span):
     for (name, p), q in zip(net.named_parameters(), exact.parameters(), strict=True):
         assert p.grad.stride() == p.stride(), name
         distance = (p.grad - q.grad).norm() / q.grad.norm()
-        assert distance < 1e-2, (name, float(distance))
+        # On a GPU, whose sums have another order, a value at 0 may fall on ReLU's other side.
+        limit = 1e-2 if DEVICE.type == "cuda" else 1e-4
+        assert distance < limit, (name, float(distance))
 
 
 CONFIG = Config(
