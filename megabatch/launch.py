@@ -67,11 +67,11 @@ def _start_server() -> None:
     """What workers are forked from, deaf to Ctrl-C: a terminal sends that to it as well, and while
     it imports it would die of it."""
     resource_tracker.ensure_running()  # first: it leaves the signal heard
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _work(

@@ -148,6 +148,22 @@ def test_signals_are_passed_on_to_every_worker(number, tmp_path):
     assert said == f"{[number.value, number.value]}\n"
 
 
+def test_the_server_that_forks_is_deaf_to_ctrl_c_and_workers_are_not():
+    assert run_local(1, who_is_deaf) == (True, False)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def who_is_deaf():
+    """The server that has forked this worker, and the worker itself."""
+    return tuple(deaf(process) for process in (os.getppid(), os.getpid()))
+
+
+def deaf(process):
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    (blocked,) = [line.split()[1] for line in lines if line.startswith("SigBlk")]
+    return bool(int(blocked, 16) & 1 << signal.SIGINT - 1)
+
+
 def test_what_workers_print_is_not_lost():
     with launcher("run_local(4, print, 'a line')", stdout=subprocess.PIPE) as parent:
         said, _ = parent.communicate(timeout=PATIENCE_SECONDS)
