@@ -14,6 +14,7 @@ from megabatch.version import __version__
 if TYPE_CHECKING:
     from megabatch import models, plans, recipes
     from megabatch.batch import Stage
+    from megabatch.between_steps import Summary
     from megabatch.cluster import Cluster
     from megabatch.config import Config, Data, LearningRate, Noise, OptimizerConfig
     from megabatch.data.own_loop import Loader
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from megabatch.runs.listening import Logger
     from megabatch.schedule import constant, cosine, join, linear_scaling, poly, step_decay, warmup
     from megabatch.sync.ddp import GradSync
-    from megabatch.training import Summary, train
+    from megabatch.training import train
 
 __all__ = [
     "LAMB",
@@ -72,7 +73,8 @@ _HOMES = {
     "schedule": ["constant", "cosine", "join", "linear_scaling", "poly", "step_decay", "warmup"],
     "sync.ddp": ["GradSync"],
     "evaluation": ["evaluate"],
-    "training": ["Summary", "train"],
+    "between_steps": ["Summary"],
+    "training": ["train"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import sys
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megabatch.elastic.link import supervised
-from megabatch.elastic.rounds import agree
 from megabatch.errors import UserError, nearest
+from megabatch.place import Place, grid_of, launcher_of, place_by
+from megabatch.rendezvous import meet, within
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +76,7 @@ class Cluster:
                 device = "cuda" if torch.cuda.is_available() else "cpu"
             chosen = _gpu(place) if device == "cuda" else torch.device("cpu")
             if place.world > 1:
-                _meet(place, _BACKENDS[chosen.type], timeout_seconds)
+                meet(place, _BACKENDS[chosen.type], timeout_seconds)
         else:
             everyone = dist.group.WORLD
             place = _place_in(everyone, os.environ, timeout_seconds)
@@ -193,80 +191,7 @@ def _end(group: Any) -> None:
             dist.destroy_process_group(group)
 
 
-# --- who a worker is ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Place:
-    """A worker's number among all workers and among those of its host."""
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-
-
-# How each launcher says rank, world and, where it does, local rank and local world. The first row
-# that is there whole counts, so what runs innermost comes first: in a Slurm job mpirun and mpiexec
-# start a daemon on each node by srun, and the workers inherit the daemons' variables beside their
-# own. (A batch script has SLURM_PROCID too, but it is no step: nothing has been started yet.)
-LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun; local workers, below
-    ("RANK", "WORLD_SIZE"),
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH's and Intel's Hydra
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    ("PMI_RANK", "PMI_SIZE"),
-)
-
-
-def launcher_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of the variables by which a worker is known here; empty if there is none."""
-    return next((row for row in LAUNCHERS if all(name in environ for name in row)), ())
-
-
-def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher started this process as one of several workers, or says that it is
-    alone."""
-    return bool(launcher_of(environ))
-
-
-def place_by(environ: Mapping[str, str]) -> Place:
-    """Who a worker is by its launcher's variables."""
-    names = launcher_of(environ)
-    if not names:
-        return Place(0, 1, 0, 1)
-    figures = []
-    for name in names:
-        # Slurm writes tasks per node as "4(x2),3": the first figure is what a row holds.
-        figure = re.match(r"\d+(?=\(x\d+\)|,|$)", environ[name])
-        if figure is None:
-            raise UserError(f"{name} is {environ[name]!r}, not a number")
-        figures.append(int(figure[0]))
-    rank, world = figures[:2]
-    if rank >= world:
-        raise UserError(f"{names[0]} is {rank} but {names[1]} is {world}: ranks count from 0")
-    local_rank, local_world = figures[2:] or (rank, world)
-    return Place(rank, world, local_rank, local_world)
-
-
-def grid_of(place: Place, asked: tuple[int, int] | None) -> tuple[int, int]:
-    """The grid asked for, if it holds the workers; else a row a node, or one row."""
-    if asked is None:
-        rows, left = divmod(place.world, place.local_world)
-        return (1, place.world) if left else (rows, place.local_world)
-    y, x = asked
-    if min(asked) < 1 or y * x != place.world:
-        raise UserError(
-            f"a grid of {y} x {x} does not hold the {place.world} workers there are: give a grid "
-            f"whose product is {place.world}"
-        )
-    return asked
+# --- where it is ------------------------------------------------------------------------------
 
 
 def _place_in(group: Any, environ: Mapping[str, str], seconds: float) -> Place:
@@ -290,7 +215,7 @@ def _place_in(group: Any, environ: Mapping[str, str], seconds: float) -> Place:
         )
     if world == 1:
         return Place(0, 1, 0, 1)
-    host, store = socket.gethostname(), _within("megabatch hosts", group.get_group_store())
+    host, store = socket.gethostname(), within("megabatch hosts", group.get_group_store())
     if not store.check([f"{rank}"]):  # it may be asked again
         store.set(f"{rank}", host)
         store.add("fitting", int(fits))
@@ -308,13 +233,6 @@ def _place_in(group: Any, environ: Mapping[str, str], seconds: float) -> Place:
         return by_name
     hosts = [found.decode() for found in store.multi_get([f"{one}" for one in range(world)])]
     return Place(rank, world, hosts[:rank].count(host), hosts.count(host))
-
-
-def _within(name: str, store: Any) -> Any:
-    """A part of a store for keys of our own."""
-    import torch.distributed as dist
-
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
 # --- its device --------------------------------------------------------------------------------
@@ -365,112 +283,3 @@ def _device_of(group: Any, asked: str, place: Place) -> torch.device:
     if bound is not None:
         torch.cuda.set_device(bound)
     return torch.device("cuda", torch.cuda.current_device())
-
-
-# --- where workers meet ------------------------------------------------------------------------
-
-
-def _meet(place: Place, backend: str, timeout_seconds: float) -> None:
-    """Make the process group, through the file MEGABATCH_STORE or at MASTER_ADDR."""
-    import torch.distributed as dist
-
-    me = f"this is worker {place.rank} of {place.world}"
-    store = None
-    if path := os.environ.get("MEGABATCH_STORE"):
-        store = _shared_file(path, place, me)
-        if backend == "gloo" and supervised() is not None:
-            store = _heeding(store)
-    elif "MASTER_ADDR" in os.environ:
-        # Two Slurm jobs may share their first host.
-        port = 20000 + int(os.environ.get("SLURM_JOB_ID", 9500)) % 10000
-        os.environ.setdefault("MASTER_PORT", str(port))
-    else:
-        raise UserError(
-            f"{me} but nothing says where they meet: set MASTER_ADDR to the first host, or "
-            f"MEGABATCH_STORE to a file all can reach"
-        )
-    try:
-        if store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = _agents_store(place, timedelta(seconds=timeout_seconds))
-        elif store is None and os.environ["MASTER_ADDR"] in _LOOPBACK:
-            store = _loopback_store(place, timedelta(seconds=timeout_seconds))
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=place.rank,
-            world_size=place.world,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
-    except (dist.DistNetworkError, TimeoutError) as error:
-        address = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
-        raise UserError(
-            f"{me} but they cannot meet at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}: "
-            f"{str(error).splitlines()[0]}"
-        ) from None
-
-
-def _agents_store(place: Place, timeout: timedelta) -> Any:
-    """The store that torchrun holds, a part of it for the workers of this round."""
-    import torch.distributed as dist
-
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    whole = dist.TCPStore(address, port, place.world, False, timeout)  # type: ignore[attr-defined]
-    rounds = _within("megabatch rounds", whole)
-    return _within(agree(rounds, place.rank, place.world, timeout.total_seconds()), whole)
-
-
-_LOOPBACK = ("127.0.0.1", "localhost")
-
-
-def _loopback_store(place: Place, timeout: timedelta) -> Any:
-    """The store of workers that meet on one machine: it listens on the loopback, where torch's own
-    would on all interfaces."""
-    import torch.distributed as dist
-
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    first = place.rank == 0
-    how: dict[str, Any] = {}
-    if first:
-        try:
-            how = {"master_listen_fd": socket.create_server((address, port)).detach()}
-        except OSError:  # an earlier store of this process has it, which torch shares, or it tells
-            how = {"multi_tenant": True}
-    return dist.TCPStore(address, port, place.world, first, timeout, **how)  # type: ignore[attr-defined]
-
-
-_held: list[Any] = []
-
-
-def _heeding(store: Any) -> Any:
-    """The store, which nobody waits in for a lost worker; kept until the next."""
-    from megabatch.elastic.heeding import HeedingStore
-
-    _held[:] = [HeedingStore(store)]
-    return _held[0]
-
-
-# What a worker writes into the shared file: the same when a process joins twice, never another's.
-_MARK = uuid.uuid4().hex
-
-
-def _shared_file(path: str, place: Place, me: str) -> Any:
-    """The store in a file. One that an earlier run left behind holds addresses of workers that are
-    gone: it is refused, for dialling them fails only when the time is up."""
-    import torch.distributed as dist
-
-    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise UserError(f"MEGABATCH_STORE is {path}, but {me} and sees no such folder")
-    try:
-        store = dist.FileStore(path, place.world)  # type: ignore[attr-defined]
-        known = store.compare_set(f"megabatch {place.rank}", "", _MARK)
-    except RuntimeError as error:
-        raise UserError(
-            f"{me} but they cannot meet by {path}: {str(error).splitlines()[0]}: make room there, "
-            f"or name another place for temporary files with TMPDIR"
-        ) from None
-    if known != _MARK.encode():
-        raise UserError(
-            f"{me} but {path} knows another: it is left from an earlier run; set MEGABATCH_STORE "
-            f"to a file that does not exist yet"
-        )
-    return store

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from ports import free_ports
 from waiting import PATIENCE_SECONDS
 
-from megabatch.cluster import LAUNCHERS, Cluster, grid_of, place_by, under_launcher
+from megabatch.cluster import Cluster
 from megabatch.errors import UserError, WorkerFailed
 from megabatch.launch import run_local
+from megabatch.place import LAUNCHERS, grid_of, place_by, under_launcher
 
 BIN = Path(sys.executable).parent
 

@@ -82,7 +82,7 @@ def test_types_reach_the_user(tmp_path):
     revealed = [line for line in said if "Revealed type" in line]
     assert len(revealed) == 7, found.stdout + found.stderr
     assert not [line for line in revealed if line.endswith('"Any"')]
-    assert "megabatch.training.Summary" in revealed[0]
+    assert "megabatch.between_steps.Summary" in revealed[0]
     assert [line.rsplit('"', 2)[1] for line in (revealed[1], *revealed[3:6])] == [
         "float", "int", "float", "float",
     ]  # fmt: skip

@@ -18,8 +18,8 @@ MODULES = {
 }
 TORCH_FREE = [
     "errors", "version", "config", "plans.names", "schedule", "batch", "tree", "plans", "recipes",
-    "models", "noise", "optim", "planner", "cluster", "elastic.supervisor", "launch", "cli",
-    "verbs.train", "verbs.plan",
+    "models", "noise", "optim", "planner", "place", "cluster", "elastic.supervisor", "launch",
+    "cli", "verbs.train", "verbs.plan",
 ]  # fmt: skip
 
 # Each room may import those before it in this list (and its own); nothing goes up.
@@ -29,14 +29,15 @@ LEVELS = [
     ["optim", "kernels"],
     ["batch", "models"],
     ["config"],
-    ["recipes", "cluster", "elastic", "launch", "layers", "keyed", "planner", "compiling"],
+    ["place", "layers", "keyed", "compiling"],
+    ["recipes", "rendezvous", "cluster", "elastic", "launch", "planner"],
     ["batchnorm", "noise"],
     ["precision", "finetune", "data", "process", "sync", "own"],
     ["ema", "runs"],
     ["passes"],
     ["graphs"],
     ["parts"],
-    ["step", "recompute"],
+    ["step", "recompute", "between_steps"],
     ["training", "evaluation"],
     ["study"],
     ["report", "cli", "bench", "doctor", "chaos", "verbs"],

@@ -18,7 +18,7 @@ from studies import made_up_run
 from waiting import PATIENCE_SECONDS
 
 import megabatch as mb
-from megabatch import models, training
+from megabatch import models
 from megabatch.batch import count_steps
 from megabatch.cli import main
 from megabatch.config import Config
@@ -32,6 +32,7 @@ from megabatch.recipes.by_batch import fitted
 from megabatch.report.figure import arm_figure, error_figure
 from megabatch.report.study import study_page
 from megabatch.report.study_rows import table_lines
+from megabatch.runs import checkpoint
 from megabatch.runs.folder import RunFolder
 from megabatch.study import sweep
 from megabatch.study.arms import ARMS
@@ -354,14 +355,14 @@ def test_a_stopped_study_goes_on_from_the_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_stop_that_comes_in_the_last_moment_of_a_run_stops_the_next(tmp_path, monkeypatch):
-    out, real, asked = tmp_path / "study", training.checkpoint.weights_sha256, []
+    out, real, asked = tmp_path / "study", checkpoint.weights_sha256, []
 
     def asking(net):
         if not asked:
             asked.append(os.kill(os.getpid(), signal.SIGTERM))
         return real(net)
 
-    monkeypatch.setattr(training.checkpoint, "weights_sha256", asking)
+    monkeypatch.setattr(checkpoint, "weights_sha256", asking)
     assert main(["study", *SHORT, "--out", str(out)]) == STOPPED
     assert (out / "64-s0/summary.json").exists() and not (out / "256-s0/config.json").exists()
     assert main(["study", *SHORT, "--out", str(out)]) == DONE

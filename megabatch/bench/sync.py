@@ -25,9 +25,10 @@ from rich.table import Table
 from megabatch.bench.links import links, sending
 from megabatch.bench.slowest import slowest
 from megabatch.bench.tcp_ring import tcp_ring
-from megabatch.cluster import Cluster, under_launcher
+from megabatch.cluster import Cluster
 from megabatch.errors import DONE
 from megabatch.launch import run_local
+from megabatch.place import under_launcher
 from megabatch.planner import machine
 from megabatch.plans import PLANS
 from megabatch.plans.names import named

@@ -7,11 +7,11 @@ import os
 import socket
 from collections.abc import Mapping
 
-from megabatch.cluster import LAUNCHERS, launcher_of, place_by
 from megabatch.doctor import child
 from megabatch.doctor.child import Failed, ask
 from megabatch.doctor.finding import Finding
 from megabatch.errors import UserError
+from megabatch.place import LAUNCHERS, launcher_of, place_by
 
 LOOPBACK = "127.0.0.1"
 NAME_SECONDS = 15

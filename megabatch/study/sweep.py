@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megabatch.between_steps import Summary
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.opening import open_sources
@@ -34,7 +35,7 @@ from megabatch.stopping import stop_is_kept
 from megabatch.study.results import read
 from megabatch.study.trials import Plan, Trial, read_object, state, write_label
 from megabatch.sync.heartbeat import Stalled
-from megabatch.training import Summary, train
+from megabatch.training import train
 
 Say = Callable[[str], None]
 

@@ -10,11 +10,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megabatch.cluster import Place, grid_of
 from megabatch.config import Config
 from megabatch.data.named import check_named
 from megabatch.errors import UserError
 from megabatch.models.zoo import check_init
+from megabatch.place import Place, grid_of
 from megabatch.runs.begun import check_place, check_writable
 from megabatch.study.results import read
 from megabatch.study.trials import Plan, is_study, state

@@ -14,11 +14,12 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from megabatch.cluster import Cluster, under_launcher
+from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import Passage, in_worlds, meet
 from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest
+from megabatch.place import under_launcher
 from megabatch.recipes.by_batch import fitted
 from megabatch.study.arms import ARMS
 from megabatch.study.trials import RECIPE, Plan

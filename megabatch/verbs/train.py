@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from megabatch import models, recipes
-from megabatch.cluster import place_by, under_launcher
 from megabatch.config import Config
 from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
 from megabatch.errors import DONE, STOPPED, UserError
+from megabatch.place import place_by, under_launcher
 from megabatch.verbs.before import check_beginnings, check_folder, check_workers_here
 from megabatch.verbs.brief import show_brief
 from megabatch.verbs.examples import show_examples

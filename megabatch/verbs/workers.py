@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from megabatch.cluster import place_by, under_launcher
 from megabatch.elastic.supervisor import Losses
 from megabatch.errors import UserError
 from megabatch.launch import run_local
+from megabatch.place import place_by, under_launcher
 from megabatch.stopping import keep_stop_requests
 from megabatch.verbs.writing import say
 
