@@ -17,7 +17,7 @@ from pathlib import Path
 
 from waiting import until
 
-from megabatch import training
+from megabatch import between_steps, training
 from megabatch.batch import Stage
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data, LearningRate, OptimizerConfig
@@ -56,8 +56,8 @@ MOMENTS = {
     "as it copies the state": (training, "copied", False),
     "before a step": (training, "train_step", False),
     "after a step": (training, "train_step", True),
-    "as it evaluates": (training, "score", False),
-    "evaluated": (training, "score", True),
+    "as it evaluates": (between_steps, "score", False),
+    "evaluated": (between_steps, "score", True),
     "as it saves": (RunFolder, "save", False),
     "as it writes a checkpoint": (checkpoint, "write_snapshot", False),
     "as it writes the best": (checkpoint, "write_alone", False),

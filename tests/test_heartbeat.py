@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from waiting import PATIENCE_SECONDS, until
 
-from megabatch import training
+from megabatch import between_steps
 from megabatch.cluster import Cluster
 from megabatch.errors import RunFailed
 from megabatch.launch import run_local
@@ -269,14 +269,14 @@ def stops_in_statistics(rank):
 
 def stops_in_diagnosis(rank):
     heartbeat._LEAVING_SECONDS = 0.0
-    whole = training.diagnosis
+    whole = between_steps.diagnosis
 
     def diagnosis(*arguments):
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         return whole(*arguments)
 
-    training.diagnosis = diagnosis
+    between_steps.diagnosis = diagnosis
     train(RUN, Ruined(0, -1), quiet=True)
 
 
