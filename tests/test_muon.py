@@ -98,6 +98,13 @@ def test_decay_is_apart_from_the_gradient():
     torch.testing.assert_close(weight.detach(), torch.full((3, 3), 1 - 2.0 * 0.1 * 0.5))
 
 
+def test_what_does_not_adapt_decays_too_where_it_is_told_to():
+    bias = nn.Parameter(torch.ones(3))
+    bias.grad = torch.zeros(3)
+    Muon([{"params": [bias], "adapt": False}], lr=0.5, trust=0.1, weight_decay=0.2).step()
+    torch.testing.assert_close(bias.detach(), torch.full((3,), 1 - 0.5 * 0.2))
+
+
 def config(**optimizer):
     return Config(
         batch=64,

@@ -85,3 +85,11 @@ def test_the_papers_picture_is_what_its_numbers_draw(tmp_path):
     dots = [e for e in ET.fromstring(drawn).iter() if e.attrib.get("class") == "dot"]
     rows = result("papers/scaling.json")["rows"]
     assert len(dots) == 2 * len(rows) + sum("predicted" in row for row in rows)
+
+
+def test_the_study_that_was_begun():
+    told = page("results/study/README.md")
+    for row in result("study/search.json")["rows"]:
+        if row["run"].startswith("probe"):
+            continue
+        assert f"{row['top1']:.1%}".replace("%", " %") in told, row["run"]

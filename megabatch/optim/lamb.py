@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from megabatch.optim.groups import Group
-from megabatch.optim.layerwise import Layerwise, adaptation, gated, rate_of, real, together
+from megabatch.optim.layerwise import (
+    Layerwise,
+    adaptation,
+    gated,
+    rate_of,
+    real,
+    subtract,
+    together,
+)
 from megabatch.optim.norms import Tensors, norms
 
 
@@ -64,8 +72,6 @@ class LAMB(Layerwise):
         super()._check(group)
         if not all(0 <= beta < 1 for beta in group["betas"]):
             raise ValueError(f"betas must lie in [0, 1), got {group['betas']}.")
-        if group["fused"]:
-            raise ValueError("LAMB has no fused kernel: leave fused at None.")
 
     def _update(
         self,
@@ -98,15 +104,7 @@ class LAMB(Layerwise):
                 self._note(part, seen)
             elif gate is not None:
                 torch._foreach_mul_(steps, gate.to(values[0].dtype))
-            rate = rate_of(group)
-            if isinstance(rate, Tensor):
-                torch._foreach_mul_(steps, rate.to(part[0].device))
-                torch._foreach_sub_(values, steps)
-            else:
-                torch._foreach_add_(values, steps, alpha=-rate)
-            held = [p for p in part if p in copies]
-            if held:
-                torch._foreach_copy_([copies[p] for p in held], held)
+            subtract(part, steps, rate_of(group), copies)
 
     def _state(self, group: Group, weight: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[weight]

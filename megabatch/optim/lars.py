@@ -46,6 +46,7 @@ class LARS(Layerwise):
 
     GROUP = {**Layerwise.GROUP, "previous_rate": 0.0}  # noqa: RUF012
     STATE = ("momentum_buffer",)
+    KERNEL = True
 
     def __init__(
         self,
@@ -88,10 +89,6 @@ class LARS(Layerwise):
         super()._check(group)
         if group["trust"] is not None and not group["trust"] >= 0:
             raise ValueError(f"trust must be None or not negative, got {group['trust']}.")
-        if not 0 <= group["momentum"] < 1:
-            raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']}.")
-        if group["nesterov"] and group["momentum"] == 0:
-            raise ValueError("nesterov needs a momentum above 0.")
         if group["form"] not in FORMS:
             raise ValueError(f"form must be one of {FORMS}, got {group['form']!r}.")
         if group["policy"] not in POLICIES:

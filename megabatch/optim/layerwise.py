@@ -57,6 +57,8 @@ class Layerwise(torch.optim.Optimizer):
     """what a group has beside the settings of the constructor"""
     STATE: ClassVar[tuple[str, ...]] = ()
     """what `state` holds of each weight"""
+    KERNEL: ClassVar[bool] = False
+    """whether `fused` may be asked for"""
     rounds_freely = False
     """steps on a CPU may round otherwise than torch's own optimisers, if that is faster"""
 
@@ -152,6 +154,12 @@ class Layerwise(torch.optim.Optimizer):
             raise ValueError(f"differentiable is not offered: {mine} changes weights in place.")
         if group["fused"] and group["foreach"]:
             raise ValueError("fused and foreach are two ways of one step: ask for one of them.")
+        if group["fused"] and not self.KERNEL:
+            raise ValueError(f"{mine} has no fused kernel: leave fused at None.")
+        if not 0 <= group.get("momentum", 0.0) < 1:
+            raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']}.")
+        if group.get("nesterov") and group["momentum"] == 0:
+            raise ValueError("nesterov needs a momentum above 0.")
 
     def _update(
         self,
@@ -195,6 +203,24 @@ def together(group: Group, weights: list[Tensor]) -> list[list[Tensor]]:
             full.append(lists.pop(kind))
             nbytes = 0
     return [*full, *lists.values()]
+
+
+def subtract(
+    weights: list[Tensor],
+    steps: list[Tensor] | tuple[Tensor, ...],
+    rate: Number,
+    copies: Mapping[Tensor, Tensor],
+) -> None:
+    """Take a rate's share of the steps off the weights, and write their copies anew."""
+    values = real(weights)
+    if isinstance(rate, Tensor):
+        torch._foreach_mul_(steps, rate.to(weights[0].device))
+        torch._foreach_sub_(values, steps)
+    else:
+        torch._foreach_add_(values, steps, alpha=-rate)
+    held = [weight for weight in weights if weight in copies]
+    if held:
+        torch._foreach_copy_([copies[weight] for weight in held], held)
 
 
 def real(tensors: list[Tensor]) -> list[Tensor]:

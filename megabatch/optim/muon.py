@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from megabatch.optim.groups import Group
-from megabatch.optim.layerwise import Adaptation, Layerwise, gated, rate_of, real, together
+from megabatch.optim.layerwise import (
+    Adaptation,
+    Layerwise,
+    gated,
+    rate_of,
+    real,
+    subtract,
+    together,
+)
 from megabatch.optim.norms import norms
 
 # Of an odd polynomial that, applied five times, brings singular values from 0.003 to 1 into about
@@ -30,7 +38,7 @@ class Muon(Layerwise):
 
     A weight of more dimensions is a matrix of its first by the rest; one of fewer than two keeps
     its direction. Weights of a group that does not `adapt` take SGD's step, lr u. Decay is apart
-    from the gradient, w -= lr trust weight_decay w, and of adapted weights only.
+    from the gradient: w -= lr trust weight_decay w, and without trust where weights do not adapt.
 
     nesterov: O of g + momentum u.
     """
@@ -71,12 +79,6 @@ class Muon(Layerwise):
         super()._check(group)
         if not group["trust"] > 0:
             raise ValueError(f"trust must be positive, got {group['trust']}.")
-        if not 0 <= group["momentum"] < 1:
-            raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']}.")
-        if group["nesterov"] and group["momentum"] == 0:
-            raise ValueError("nesterov needs a momentum above 0.")
-        if group["fused"]:
-            raise ValueError("Muon has no fused kernel: leave fused at None.")
 
     def _update(
         self,
@@ -85,27 +87,20 @@ class Muon(Layerwise):
         good: Tensor | None,
         copies: Mapping[Tensor, Tensor],
     ) -> None:
-        rate = rate_of(group)
         for part in together(group, weights):
             gate = None if good is None else good.to(part[0].device)
             values, steps = real(part), self._directions(group, part, gate)
+            decay = group["weight_decay"]
             if group["adapt"]:
                 seen = _lengths(group["trust"], values, steps)
                 torch._foreach_mul_(steps, seen.ratio.unbind())
-                if group["weight_decay"] != 0:
-                    decay = group["trust"] * group["weight_decay"]
-                    torch._foreach_add_(steps, values, alpha=decay)
                 self._note(part, seen)
+                decay *= group["trust"]
+            if decay != 0:
+                torch._foreach_add_(steps, values, alpha=decay)
             if gate is not None:
                 torch._foreach_mul_(steps, gate.to(values[0].dtype))
-            if isinstance(rate, Tensor):
-                torch._foreach_mul_(steps, rate.to(part[0].device))
-                torch._foreach_sub_(values, steps)
-            else:
-                torch._foreach_add_(values, steps, alpha=-rate)
-            held = [p for p in part if p in copies]
-            if held:
-                torch._foreach_copy_([copies[p] for p in held], held)
+            subtract(part, steps, rate_of(group), copies)
 
     def _directions(self, group: Group, weights: list[Tensor], good: Tensor | None) -> list[Tensor]:
         """Move the momentum, and return where it points: orthogonal, where weights adapt."""
