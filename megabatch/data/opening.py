@@ -269,5 +269,6 @@ def synthetic(config: Config, drawn_on: torch.device) -> InMemory:
         number = torch.arange(data.images)[some, None].to(drawn_on)
         noise = keyed(seed, Purpose.SYNTHETIC, 0, number, values)
         pattern = keyed(seed, Purpose.SYNTHETIC, 1, labels[some, None].to(drawn_on), values)
-        images[some] = (noise % 192 + pattern % 64).to("cpu", torch.uint8)
+        # In bytes before they leave the device: `to` of both would convert on the host.
+        images[some] = (noise % 192 + pattern % 64).to(torch.uint8).cpu()
     return InMemory(images.view(shape), labels, classes=data.classes)

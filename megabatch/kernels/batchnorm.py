@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.kernels.rows import (
-    COLUMNS,
+    APPLY,
+    APPLY_AND_SUM,
     FEW,
-    ROWS,
+    MOMENTS,
     SLOTS,
     STAGES,
-    WARPS,
     Rows,
     part_here,
     rows_of,
@@ -41,13 +41,13 @@ def affine(
 ) -> Affine:
     """The affine map of each span's batch norm; its mean and unbiased variance are written to
     `statistics` (spans x 2 channels, its rows any distance apart)."""
-    cut = rows_of(x, span)
+    cut, launch, grid = rows_of(x, span, MOMENTS)
     slots = torch.empty(
         (cut.spans, cut.parts, 2, cut.channels), dtype=torch.float32, device=x.device
     )
-    _moments[cut.grid](
-        x, slots, cut.rows, cut.parts, cut.each, cut.channels, ROWS, COLUMNS, STAGES,
-        num_warps=WARPS,
+    _moments[grid](
+        x, slots, cut.rows, cut.parts, cut.each, cut.channels,
+        launch.rows, launch.columns, STAGES, num_warps=launch.warps,
     )  # fmt: skip
     return affine_of_slots(slots, cut, weight, bias, eps, statistics)
 
@@ -78,7 +78,7 @@ def apply(
 
     With `sums` also the column sums of the result by span and part (spans x parts x channels).
     """
-    cut = rows_of(x, span)
+    cut, launch, grid = rows_of(x, span, APPLY_AND_SUM if sums else APPLY)
     out = torch.empty_like(x)
     slots = None
     if sums:
@@ -87,11 +87,11 @@ def apply(
         )
     other = residual_affine or found
     kind = 0 if residual is None else 1 if residual_affine is None else 2
-    _apply[cut.grid](
+    _apply[grid](
         x, x if residual is None else residual, out, found.scale, found.shift,
         other.scale, other.shift, slots,
-        cut.rows, cut.parts, cut.each, cut.channels, relu, kind, sums, ROWS, COLUMNS,
-        num_warps=WARPS,
+        cut.rows, cut.parts, cut.each, cut.channels, relu, kind, sums,
+        launch.rows, launch.columns, num_warps=launch.warps,
     )  # fmt: skip
     return out, slots
 

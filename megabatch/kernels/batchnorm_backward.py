@@ -12,7 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.kernels.batchnorm import Affine
-from megabatch.kernels.rows import COLUMNS, FEW, ROWS, SLOTS, STAGES, WARPS, part_here, rows_of
+from megabatch.kernels.rows import (
+    BACKWARD_APPLY,
+    BACKWARD_SUMS,
+    FEW,
+    JOIN,
+    SLOTS,
+    STAGES,
+    part_here,
+    rows_of,
+)
 
 
 def backward(
@@ -20,21 +29,22 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias. ReLU's mask is recomputed from x; `out` may be `gradient`
     itself, which is then written over."""
-    cut = rows_of(x, span)
+    cut, launch, grid = rows_of(x, span, BACKWARD_SUMS)
     slots = torch.empty(
         (cut.spans, cut.parts, 2, cut.channels), dtype=torch.float32, device=x.device
     )
-    _backward_sums[cut.grid](
+    _backward_sums[grid](
         gradient, x, found.scale, found.shift, found.mean, found.inverse, slots,
-        cut.rows, cut.parts, cut.each, cut.channels, relu, ROWS, COLUMNS, STAGES,
-        num_warps=WARPS,
+        cut.rows, cut.parts, cut.each, cut.channels, relu,
+        launch.rows, launch.columns, STAGES, num_warps=launch.warps,
     )  # fmt: skip
     factors, d_weight, d_bias = factors_of_slots(slots, found, cut.rows)
     out = torch.empty_like(x) if out is None else out
-    _backward_apply[cut.grid](
+    cut, launch, grid = rows_of(x, span, BACKWARD_APPLY)
+    _backward_apply[grid](
         gradient, x, found.scale, found.shift, factors, out,
         cut.rows, cut.parts, cut.each, cut.spans * cut.channels, cut.channels,
-        relu, ROWS, COLUMNS, num_warps=WARPS,
+        relu, launch.rows, launch.columns, num_warps=launch.warps,
     )  # fmt: skip
     return out, d_weight, d_bias
 
@@ -57,15 +67,15 @@ def factors_of_slots(slots: Tensor, found: Affine, rows: int) -> tuple[Tensor, T
 def join(first: Tensor, second: Tensor | None, result: Tensor, span: int) -> tuple[Tensor, Tensor]:
     """(first + second) where `result`, which left a ReLU, is above 0, and its column sums by span
     and part (spans x parts x channels)."""
-    cut = rows_of(result, span)
+    cut, launch, grid = rows_of(result, span, JOIN)
     out = torch.empty_like(result)
     slots = torch.empty(
         (cut.spans, cut.parts, cut.channels), dtype=torch.float32, device=result.device
     )
-    _join[cut.grid](
+    _join[grid](
         first, first if second is None else second, result, out, slots,
-        cut.rows, cut.parts, cut.each, cut.channels, second is not None, ROWS, COLUMNS,
-        num_warps=WARPS,
+        cut.rows, cut.parts, cut.each, cut.channels, second is not None,
+        launch.rows, launch.columns, num_warps=launch.warps,
     )  # fmt: skip
     return out, slots
 

@@ -9,16 +9,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The best of a sweep on an H200 over all widths of ResNet-50, with spans of 32 and of 1024.
-COLUMNS = 64
-ROWS = 64
-WARPS = 8
 STAGES = 3
-# Programs of one launch. More of them hide latency; each costs a slot that a later launch reads.
-_PROGRAMS = 1056
 # A program that adds up slots takes few columns and many slots: else one would read a megabyte.
 FEW = 8
 SLOTS = 256
+
+
+class Launch(NamedTuple):
+    """What a program takes at a time, and how many there are."""
+
+    rows: int
+    columns: int
+    warps: int
+    programs: int
+    """about: more of them hide latency; each costs its start, and a slot that a later launch
+    reads"""
+
+
+class Launches(NamedTuple):
+    """Of one kernel, by the channels of a tensor."""
+
+    narrow: Launch
+    """up to 64"""
+    wide: Launch
+
+
+# The best of a sweep on an H200 over all widths of ResNet-50, with spans of 32, 256 and 1024.
+MOMENTS = Launches(Launch(128, 64, 4, 264), Launch(128, 64, 4, 264))
+APPLY = Launches(Launch(32, 64, 4, 1056), Launch(64, 128, 8, 1056))
+APPLY_AND_SUM = Launches(Launch(32, 64, 4, 792), Launch(16, 128, 4, 792))
+BACKWARD_SUMS = Launches(Launch(64, 64, 4, 264), Launch(64, 64, 4, 264))
+BACKWARD_APPLY = Launches(Launch(32, 64, 8, 1056), Launch(16, 128, 8, 1056))
+POOL_SUMS = Launches(Launch(32, 64, 4, 1056), Launch(32, 64, 4, 1056))
+JOIN = Launches(Launch(128, 64, 4, 792), Launch(64, 128, 4, 792))
 
 
 class Rows(NamedTuple):
@@ -33,34 +56,31 @@ class Rows(NamedTuple):
     each: int
     """rows of a part; the last may have fewer"""
 
-    @property
-    def blocks(self) -> int:
-        return int(triton.cdiv(self.channels, COLUMNS))
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        return self.spans * self.parts, self.blocks
-
-
-def rows_of(x: Tensor, span: int) -> Rows:
-    """How a tensor n x c x h x w, dense and channels last, is cut; n is a multiple of the span."""
+def rows_of(x: Tensor, span: int, launches: Launches) -> tuple[Rows, Launch, tuple[int, int]]:
+    """How a tensor n x c x h x w, dense and channels last, is cut, and the grid; n is a multiple of
+    the span."""
     images, channels, height, width = x.shape
     if not x.is_contiguous(memory_format=torch.channels_last):
         raise ValueError("batch norm by spans needs a channels-last tensor")
     if images % span:
         raise ValueError(f"{images} images are not a multiple of the span, {span}")
+    launch = launches.narrow if channels <= 64 else launches.wide
     spans, rows = images // span, span * height * width
-    wanted = max(1, _PROGRAMS // (spans * triton.cdiv(channels, COLUMNS)))
-    each = triton.cdiv(triton.cdiv(rows, wanted), ROWS) * ROWS
-    return Rows(spans, rows, channels, triton.cdiv(rows, each), each)
+    blocks = triton.cdiv(channels, launch.columns)
+    wanted = max(1, launch.programs // (spans * blocks))
+    each = triton.cdiv(triton.cdiv(rows, wanted), launch.rows) * launch.rows
+    cut = Rows(spans, rows, channels, triton.cdiv(rows, each), each)
+    return cut, launch, (cut.spans * cut.parts, blocks)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def part_here(  # type: ignore[no-untyped-def]
     rows, parts, each, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """What a program of `Rows.grid` has: its slot and span; its columns, and which of them there
-    are; its part's first element and how many rows; and, of a tile, the rows and all offsets."""
+    """What a program of the grid of `rows_of` has: its slot and span; its columns, and which of
+    them there are; its part's first element and how many rows; and, of a tile, the rows and all
+    offsets."""
     slot = tl.program_id(0)
     span, part = slot // parts, slot % parts
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
