@@ -36,6 +36,8 @@ CASES = {
 }
 FIRST = 20
 """steps that are not counted"""
+FIRST_WORDS = "first step:"
+"""that the command says when all is read and built"""
 AFTER = 6
 """steps from an epoch's begin, or a checkpoint's, that are told"""
 
@@ -66,14 +68,23 @@ def measured(case, pack):
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         words = command(case, pack, out)
+        said = out.with_name("said")
         began = time.perf_counter()
-        ran = subprocess.run(words, capture_output=True, text=True)
+        with (
+            said.open("w") as errors,
+            subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True) as ran,
+        ):
+            while FIRST_WORDS not in said.read_text() and ran.poll() is None:
+                time.sleep(0.02)
+            start = time.perf_counter() - began
+            result, _ = ran.communicate()
         whole = time.perf_counter() - began
         if ran.returncode:
-            return {"failed": ran.returncode, "said": (ran.stdout + ran.stderr)[-3000:]}
+            return {"failed": ran.returncode, "said": (result + said.read_text())[-3000:]}
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         steps = [line for line in lines if line["kind"] == "train"]
         seconds = [line["batch"] / line["images_per_second"] for line in steps]
+        words_said = said.read_text()
         shutil.copy(out / "metrics.jsonl", Path(tempfile.gettempdir()) / f"{case}.jsonl")
     late = seconds[FIRST:-1]  # the last is heard of after evaluation and checkpoint
     # A checkpoint is begun after a step and written while the next ones run: these have its cost.
@@ -81,7 +92,7 @@ def measured(case, pack):
     turns = [int(line["epoch"] / every) for line in steps]
     begun = [i for i, (one, other) in enumerate(pairwise(turns), 1) if one != other and i > FIRST]
     after = [seconds[i : i + AFTER] for i in begun if i + AFTER < len(seconds)]
-    summary = json.loads(ran.stdout.splitlines()[-1])
+    summary = json.loads(result.splitlines()[-1])
     return {
         "command": " ".join(words[1:]),
         "images_per_second": steps[-1]["batch"] * len(late) / sum(late),
@@ -89,12 +100,13 @@ def measured(case, pack):
         "after_epochs_or_saves_ms": [
             statistics.median(ms) * 1e3 for ms in zip(*after, strict=True)
         ],
+        "before_the_first_step_s": start,
         "first_step_s": seconds[0],
         "around_the_run_s": whole - summary["seconds"],
         "steps": len(steps),
         "loss": steps[-1]["loss"],
         "peak_share": summary["peak_share"],
-        "said": ran.stderr[-1500:],
+        "said": words_said[-1500:],
     }
 
 

@@ -7,6 +7,7 @@ are read-only, and one of a caller's that fails is heard of once and then left a
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import time
@@ -85,9 +86,7 @@ class TensorBoard:
     """TensorBoard's files, with images seen as its step."""
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._board: Any = SummaryWriter(folder)
+        self._folder = folder
         self._drawn = -math.inf
         self._waiting: Facts | None = None
 
@@ -112,10 +111,18 @@ class TensorBoard:
             tag = f"{place}/{record['name']}" if "name" in record else place
             self._board.add_scalar(tag, value, record["seen"])
 
+    @functools.cached_property
+    def _board(self) -> Any:
+        """Loaded when there is something to draw: it would hold up the first step."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(self._folder)
+
     def end(self, summary: Facts | None) -> None:
         if self._waiting is not None:
             self._draw("train", self._waiting)
-        self._board.close()
+        if "_board" in vars(self):
+            self._board.close()
 
 
 def finite(record: Facts) -> dict[str, Any]:
