@@ -1,10 +1,14 @@
 """The verdict: right on injected delays, which a loader measures; advice follows from facts."""
 
+import contextlib
+import io
 import json
 import os
+import platform
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from test_train import CONFIG
 from torch import nn
 from waiting import PATIENCE_SECONDS, until
 
-from megabatch import recipes
+from megabatch import between_steps, recipes
 from megabatch.batch import steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
@@ -31,6 +35,7 @@ from megabatch.runs.verdict import (
     straggler,
     verdict,
 )
+from megabatch.sync.senders import Lane
 from megabatch.training import train
 
 FACTS = Facts(threads=4, cores=8, size=224)
@@ -342,26 +347,66 @@ STRAGGLER = (
 )
 
 
-class Slow(nn.Sequential):
-    """A net that takes its time, on one rank much more."""
+class Paced(nn.Sequential):
+    """A net whose passes take as long as it is told, by a clock that nothing else moves."""
 
-    def __init__(self):
+    def __init__(self, clock, seconds):
         super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        self.clock, self.seconds = clock, seconds
 
     def forward(self, images):
         if self.training:
-            time.sleep(0.3 if os.environ["RANK"] == "1" else 0.02)
+            self.clock[0] += self.seconds
         return super().forward(images)
 
 
-def slow_run(out):
+def paced_runs(folder, paces):
+    """What is said of runs whose ranks take so many seconds a pass, each on a host of its own; who
+    waits for the others goes on when the last of them has come."""
+    rank, clock = int(os.environ["RANK"]), [0.0]
+    time.perf_counter = lambda: clock[0]
+    between_steps.Clock = partial(Clock, now=time.perf_counter)
+    platform.node = lambda: f"host{rank}"
+    cluster = replace(Cluster.from_env(device="cpu"), local_world=1)
+    waited = Lane.wait
+
+    def wait(lane):
+        waited(lane)
+        clock[0] = max(cluster.gather(clock[0]))
+
+    Lane.wait = wait
     config = replace(CONFIG, batch=240, micro=80, stages=(), epochs=2, deterministic=True)
-    train(config, Slow(), out=out, quiet=True)
+    said = []
+    for name, seconds in paces.items():
+        with contextlib.redirect_stderr(io.StringIO()) as words:
+            train(config, Paced(clock, seconds[rank]), out=folder / name, cluster=cluster)
+        said.append(words.getvalue())
+    cluster.leave()
+    return said
 
 
-def test_a_real_slow_rank_shows_in_the_records_of_the_run(tmp_path):
-    run_local(3, slow_run, tmp_path / "run")
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    waits = [record for record in map(json.loads, lines) if record["kind"] == "waits"]
-    assert [record["slow_rank"] for record in waits] == [1, 1]
-    assert all(record["slower"] > 0.5 for record in waits)  # others may have the cores
+def test_the_rank_that_is_a_fifth_slower_is_named_with_its_host_and_nobody_else(tmp_path):
+    """Three real workers, whose waits are counted by a clock of the test's own."""
+    paces = {
+        "alike": (5.0, 5.0, 5.0),
+        "first": (6.0, 5.0, 5.0),
+        "last": (5.0, 5.0, 6.0),
+        "a tenth": (5.0, 5.5, 5.0),
+        "in the middle": (5.0, 6.0, 5.0),
+    }
+    slow = {"first": 0, "last": 2, "in the middle": 1}
+    said = run_local(3, paced_runs, tmp_path, paces)
+    for (name, seconds), words in zip(paces.items(), said, strict=True):
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        waits = [record for record in map(json.loads, lines) if record["kind"] == "waits"]
+        passes = [6, 6]  # of 1,437 images in steps of 240
+        for record, count in zip(waits, passes, strict=True):
+            assert record["seconds"] == pytest.approx(count * max(seconds))
+            assert record["communication"] == pytest.approx(count * (max(seconds) - seconds[0]))
+        named = {record.get("slow_rank") for record in waits}
+        assert named == {slow.get(name)}, name
+        assert words.count("slower than the rest") == (name in slow)
+        if name in slow:
+            sentence = STRAGGLER.replace("rank 1 (host1)", "rank {0} (host{0})")
+            assert sentence.format(slow[name]) in " ".join(words.split())
+            assert [record["slower"] for record in waits] == pytest.approx([0.2, 0.2])
