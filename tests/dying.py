@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from waiting import until
+from waiting import gone, until
 
 from megabatch import between_steps, training
 from megabatch.batch import Stage
@@ -181,6 +181,7 @@ def held(line, run, first, last):
             break
         command.kill()
         command.communicate()
+        gone(workers)  # whoever still writes there
         shutil.rmtree(run, ignore_errors=True)
     try:
         yield command, workers

@@ -20,7 +20,7 @@ import pytest
 import simplejpeg
 import torch
 from PIL import Image
-from waiting import until
+from waiting import state, until
 
 from megabatch.batch import Step, steps
 from megabatch.cluster import Cluster
@@ -85,6 +85,13 @@ def started(loader):
 
     until(all_there)
     return decoders.processes
+
+
+def stop(processes):
+    """Until the system says that they are stopped."""
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    until(lambda: all(state(process) == "T" for process in processes), "the stop")
 
 
 def read_on(loader):
@@ -217,8 +224,7 @@ def test_nobody_waits_for_a_process_that_the_first_cannot_report_any_more(packs,
     with loading(packs / "jpeg.arrow") as (loader, _):
         list(loader.share(Step(0, 0, 40, 0.0, 0)))
         first, *others = started(loader)
-        for process in others:
-            os.kill(process, signal.SIGSTOP)
+        stop(others)
         os.kill(first, signal.SIGKILL)
         with pytest.raises(RunFailed, match=r"processes ended \(exit status -9\)"):
             read_on(loader)
@@ -232,8 +238,7 @@ def test_processes_that_are_stopped_are_noticed_and_named(packs, decoding, monke
     with loading(packs / "jpeg.arrow") as (loader, _):
         list(loader.share(Step(0, 0, 40, 0.0, 0)))
         chosen = [started(loader)[number] for number in stopped]
-        for process in chosen:
-            os.kill(process, signal.SIGSTOP)
+        stop(chosen)
         names = ", ".join(map(str, chosen))
         with pytest.raises(RunFailed, match=rf"process {names} has been stopped for 0.5 s"):
             read_on(loader)
@@ -243,9 +248,9 @@ def test_processes_that_are_stopped_are_noticed_and_named(packs, decoding, monke
 def test_a_short_stop_is_no_failure(packs):
     with loading(packs / "jpeg.arrow") as (loader, _):
         list(loader.share(Step(0, 0, 40, 0.0, 0)))
-        processes, looked = started(loader), loader._decoders._looked
-        for process in processes:
-            os.kill(process, signal.SIGSTOP)
+        processes = started(loader)
+        stop(processes)
+        looked = loader._decoders._looked
         held = loader._decoders.split(TRAINING).submit(4000, 40)
         until(lambda: held.done() or loader._decoders._looked != looked, "a look at them")
         assert loader._decoders._stopped_since is not None

@@ -214,7 +214,7 @@ def test_workers_of_a_round_find_a_word_of_their_own_among_what_others_left():
         with ThreadPoolExecutor(world) as pool:
             ranks = [rank for rank in range(world) if rank != dead]
             asked = [
-                pool.submit(agree, store, rank, world, 30 if dead is None else 0.5)
+                pool.submit(agree, store, rank, world, PATIENCE_SECONDS if dead is None else 0.5)
                 for rank in ranks
             ]
             if dead is not None:

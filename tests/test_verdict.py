@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import platform
@@ -78,66 +79,71 @@ def test_what_was_injected_is_what_is_found(case):
 
 
 class Asked(InMemory):
-    """Images that are read when they are allowed to be, and then take a while."""
+    """Images that are read when they are allowed to be, and then take a while, by a clock that
+    nothing else moves."""
 
     instant = False
 
     def __init__(self, seconds):
         super().__init__(torch.zeros(512, 1, 2, 2, dtype=torch.uint8), torch.zeros(512).long(), 2)
-        self.seconds, self.allowed, self.done = seconds, threading.Semaphore(0), []
+        self.seconds, self.allowed = seconds, threading.Semaphore(0)
+        self.now, self.done = 0.0, 0
 
     def read(self, indices, draws):
         assert self.allowed.acquire(timeout=PATIENCE_SECONDS)
-        began = time.perf_counter()
-        time.sleep(self.seconds)
-        found = super().read(indices, draws)
-        self.done.append(time.perf_counter() - began)
-        return found
+        self.now += self.seconds
+        self.done += 1
+        return super().read(indices, draws)
 
 
-def measured(source, before, micro_batches=9):
-    """What a loader says it waited and worked, beside what its caller saw; `before` is called with
-    the number of each micro-batch before that is asked for."""
+def measured(source, monkeypatch, before, begins=lambda: None, micro_batches=9):
+    """What a loader says it waited and worked; `before` is called with the number of each
+    micro-batch before that is asked for, `begins` when the loader begins to wait."""
+    looks = itertools.cycle([begins, lambda: None])  # as a wait begins, and as it ends
+
+    def now():
+        if threading.current_thread() is threading.main_thread():
+            next(looks)()
+        return source.now
+
+    monkeypatch.setattr(time, "perf_counter", now)
     config = Config(batch=4, micro=4, span=4, epochs=20, data=Data(size=2, threads=1))
     alone = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
     loader = StepLoader(source, None, config, alone, torch.float32)
     try:
-        seen = []
         for step in list(steps(config.all_stages, 512, 1))[:micro_batches]:
             coming = loader.share(step)
             before(step.index)
-            began = time.perf_counter()
             next(coming)
-            seen.append(time.perf_counter() - began)
             assert next(coming, None) is None
-        return loader.waited_seconds, loader.busy_seconds, seen
+        return loader.waited_seconds, loader.busy_seconds
     finally:
         for _ in range(100):  # whatever is read ahead
             source.allowed.release()
         loader.close()
 
 
-def test_a_loader_counts_what_is_waited_for():
-    """Each micro-batch is read only once it is asked for; the first, always waited for, is no
+def test_a_loader_counts_what_is_waited_for(monkeypatch):
+    """Each micro-batch is read only once it is waited for; the first, always waited for, is no
     news."""
     source = Asked(0.03)
-    waited, busy, seen = measured(source, lambda _: source.allowed.release())
-    assert 0.5 * sum(seen[1:]) < waited <= sum(seen[1:])
-    assert busy >= 9 * 0.03
+    waited, busy = measured(source, monkeypatch, lambda _: None, source.allowed.release)
+    assert waited == pytest.approx(8 * 0.03)
+    assert busy == pytest.approx(9 * 0.03)
 
 
-def test_a_loader_counts_no_work_that_is_hidden():
+def test_a_loader_counts_no_work_that_is_hidden(monkeypatch):
     """Each micro-batch is there before it is asked for."""
     source = Asked(0.03)
 
     def computing(index):
         source.allowed.release()
         if index > 0:  # nothing is read before the first is asked for
-            until(lambda: len(source.done) > index, "the reading of it")
+            until(lambda: source.done > index, "the reading of it")
 
-    waited, busy, seen = measured(source, computing)
-    assert waited <= sum(seen[1:])
-    assert waited < 0.5 * busy and busy >= 9 * 0.03
+    waited, busy = measured(source, monkeypatch, computing)
+    assert waited == 0
+    assert busy == pytest.approx(9 * 0.03)
 
 
 def test_advice_on_input():
@@ -302,10 +308,10 @@ def test_a_clock_starts_afresh_with_each_epoch():
     assert (clock.seconds, clock.training_seconds) == (115.0, 11.0)
 
 
-def test_threads_end_with_the_loader():
+def test_threads_end_with_the_loader(monkeypatch):
     before = threading.active_count()
     source = Asked(0.001)
-    measured(source, lambda _: source.allowed.release(), 2)
+    measured(source, monkeypatch, lambda _: source.allowed.release(), micro_batches=2)
     assert threading.active_count() == before
 
 
