@@ -267,7 +267,11 @@ def runs(folder, plan):
     first two of each."""
     cluster = Cluster.from_env()
     config = replace(
-        SHORT, deterministic=plan == "tree", plan="backend" if plan == "tree" else plan
+        SHORT,
+        epochs=0.1,  # two steps
+        data=replace(SHORT.data, val_share=0.05),
+        deterministic=plan == "tree",
+        plan="backend" if plan == "tree" else plan,
     )
     images = [(torch.full((1, 8, 8), float(i % 7)), i % 10) for i in range(400)]
 

@@ -82,7 +82,7 @@ def test_the_good_one_is_read_and_survives(tmp_path_factory):
     assert forecast(imagenet("resnet50", 512, 1.0), found, 16).dollars > 0
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(path=st.sampled_from(list(paths(GOOD))), value=st.sampled_from(WRONG))
 def test_a_mutated_file_is_used_or_gets_one_sentence(tmp_path_factory, path, value):
     try:
