@@ -100,25 +100,24 @@ def test_loaders_leave_nothing(packs, kind):
     assert gives_back(before)
 
 
-def five_shared(cluster, packs):
+def several_shared(cluster, packs, processes):
     def counts():
         threads, children, files, maps = map(len, taken())
         # gloo's own sockets and threads come and go with a group: their number says it.
         return threads, children, files, maps, len(dist.distributed_c10d._world.pg_map)
 
-    for processes in ("never", "always"):
-        use(packs, "pack, threads", cluster, shared="always", processes=processes)
+    use(packs, "pack, threads", cluster, shared="always", processes=processes)
     dist.barrier()
     before = counts()
-    for number in range(5):
-        processes = "always" if number == 2 else "never"
+    for _ in range(10 if processes == "never" else 2):
         use(packs, "pack, threads", cluster, shared="always", processes=processes)
     dist.barrier()
     return until(lambda: all(map(le, counts(), before)), "all that was taken given back")
 
 
-def test_five_that_share_a_pack_out_leave_nothing(packs):
-    assert run_ranks(five_shared, 2, packs) == [True, True]
+@pytest.mark.parametrize("processes", ["never", pytest.param("always", marks=pytest.mark.systems)])
+def test_those_that_share_a_pack_out_leave_nothing(packs, processes):
+    assert run_ranks(several_shared, 2, packs, processes) == [True, True]
 
 
 # --- what is not closed, or cannot be made
