@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from waiting import until
+from waiting import gone, until
 
 from megabatch import between_steps, training
 from megabatch.batch import Stage
@@ -39,7 +39,7 @@ CONFIG = Config(
     stages=(Stage(0.5, 112, 0.85), Stage(1, 176)),
     ema=0.9,
     deterministic=True,
-    data=Data(source="digits", shift=1, val_share=0.2),
+    data=Data(source="synthetic", images=1000, shift=1, val_share=0.2),
     lr=LearningRate(reference=16, warmup=0.3),
     optimizer=OptimizerConfig(weight_decay=1e-4, unadapted_rate=0.1, momentum_correction=True),
     eval_every=0.7,
@@ -181,6 +181,7 @@ def held(line, run, first, last):
             break
         command.kill()
         command.communicate()
+        gone(workers)  # whoever still writes there
         shutil.rmtree(run, ignore_errors=True)
     try:
         yield command, workers

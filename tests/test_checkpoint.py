@@ -128,13 +128,15 @@ def train_quietly(config, out):
     return train(config, out=out, resume=True, quiet=True)
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("world", "shares"), [(1, [0, 0.5]), (3, [0.3, 0.9]), (4, [0.1, 0.6])], ids=str
+)
 def test_resuming_anywhere_on_any_number_of_workers_is_the_uninterrupted_run(
-    whole, finished, tmp_path, world
+    whole, finished, tmp_path, world, shares
 ):
     saved = sorted((finished / "checkpoints").iterdir())
     assert len(saved) > 15  # every step: inside epochs, on both sides of the batch's switches
-    for place in (0, len(saved) // 3, len(saved) * 2 // 3, len(saved) - 2):
+    for place in (int(share * len(saved)) for share in shares):
         out = tmp_path / str(place)
         shutil.copytree(finished, out)
         for later in saved[place + 1 :]:

@@ -109,8 +109,22 @@ def uninterrupted(tmp_path_factory):
     return last_json(megabatch("train", "digits", *TWO_EPOCHS, "--workers", 1, "--out", out))
 
 
-@pytest.mark.parametrize("target", ["command", "worker"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+STOPS = [
+    (signal.SIGTERM, "command"),
+    (signal.SIGINT, "worker"),
+    *(
+        pytest.param(number, target, marks=pytest.mark.systems)
+        for number, target in (
+            (signal.SIGTERM, "worker"),
+            (signal.SIGINT, "command"),
+            (signal.SIGUSR1, "command"),
+            (signal.SIGUSR1, "worker"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("number", "target"), STOPS)
 def test_a_signal_leaves_a_checkpoint_and_the_rest_is_as_if_nothing_happened(
     uninterrupted, tmp_path, target, number
 ):

@@ -46,8 +46,16 @@ def same(found, folder, whole):
     return True
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("moment", ["before a step", "after a step"])
+# The other moments, and chance, are in tests/systems.
+@pytest.mark.parametrize(
+    ("moment", "rank"),
+    [
+        ("before a step", 0),
+        ("after a step", 2),
+        pytest.param("before a step", 2, marks=pytest.mark.systems),
+        pytest.param("after a step", 0, marks=pytest.mark.systems),
+    ],
+)
 def test_a_killed_worker_costs_its_step_and_nothing_else(moment, rank, whole, tmp_path, capfd):
     death = (moment, rank, 4)
     found = disturbed(tmp_path, death)
@@ -67,6 +75,7 @@ def test_what_was_due_after_a_step_is_done_once(whole, tmp_path):
     assert same(found, tmp_path, whole)
 
 
+@pytest.mark.systems
 def test_one_is_lost_while_the_others_regroup_and_the_newcomer_too(whole, tmp_path):
     deaths = [("before a step", 1, 3), ("as it copies the state", 0, 1), ("before a step", 2, 1)]
     found = disturbed(tmp_path, *deaths, workers=3, most=9)
@@ -169,6 +178,7 @@ def test_the_number_of_workers_changes_with_the_batch(whole, tmp_path):
 TRAIN = ["train", "digits", "--deterministic", "--json", "--epochs", "1"]
 
 
+@pytest.mark.systems
 def test_the_command_survives_a_kill_from_outside(tmp_path):
     """At a random step, whichever worker; the seed is printed where it fails."""
     seed = random.randrange(1000)
@@ -214,7 +224,7 @@ def test_workers_of_a_round_find_a_word_of_their_own_among_what_others_left():
         with ThreadPoolExecutor(world) as pool:
             ranks = [rank for rank in range(world) if rank != dead]
             asked = [
-                pool.submit(agree, store, rank, world, 30 if dead is None else 0.5)
+                pool.submit(agree, store, rank, world, PATIENCE_SECONDS if dead is None else 0.5)
                 for rank in ranks
             ]
             if dead is not None:

@@ -65,7 +65,13 @@ def wrong_sums(cluster, cases):
     return wrong
 
 
-@pytest.mark.parametrize("world", range(1, 17))
+LARGE = pytest.mark.systems  # many processes on few cores: tests/systems
+
+
+@pytest.mark.parametrize(
+    "world",
+    [*range(1, 9), 12, *(pytest.param(n, marks=LARGE) for n in (9, 10, 11, 13, 14, 15, 16))],
+)
 @settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_plan_on_every_grid_is_exactly_the_sum(world, data):
@@ -207,7 +213,7 @@ def tree_and_plans(cluster, cases):
     return same
 
 
-@pytest.mark.parametrize("world", [4, 8, 16])
+@pytest.mark.parametrize("world", [4, 8, pytest.param(16, marks=LARGE)])
 def test_plans_that_follow_the_tree_give_its_bits(world):
     cases = [
         (grid, through(plan, via))
@@ -245,7 +251,9 @@ def counted(cluster, grid, plan, length):
     return sent["messages"], sent["bytes"]
 
 
-@pytest.mark.parametrize("grid", [(2, 4), (3, 5), (4, 4), (1, 7)])
+@pytest.mark.parametrize(
+    "grid", [(2, 4), (1, 7), *(pytest.param(grid, marks=LARGE) for grid in ((3, 5), (4, 4)))]
+)
 def test_messages_and_bytes_sent_are_those_priced(grid):
     for plan, via in product(PLANS.values(), ("ring", "halving_doubling")):
         plan = through(plan, via)

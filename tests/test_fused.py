@@ -52,7 +52,11 @@ LONG = pytest.mark.systems  # in the interpreter
 @pytest.mark.parametrize("span", [4, pytest.param(2, marks=LONG)])
 @pytest.mark.parametrize(
     "block,wide",
-    [(Bottleneck, True), pytest.param(Bottleneck, False, marks=LONG), (BasicBlock, True)],
+    [  # that of a Bottleneck is in the trainer's steps below, too
+        pytest.param(Bottleneck, True, marks=LONG),
+        pytest.param(Bottleneck, False, marks=LONG),
+        (BasicBlock, True),
+    ],
 )
 def test_the_pass_is_the_plain_net(block, wide, span):
     from megabatch.models.fused import ResNetPass

@@ -90,11 +90,13 @@ def disturbed(rank, pipes, fault):
     # DDP agrees on buckets, but nothing agrees on what users write.
     wire = "fp16" if fault == "wire" and rank == 1 else "fp32"
     # Nobody else is late, whatever the machine is busy with.
-    late = LATE if fault == "sleep" else 10 * PATIENCE_SECONDS
+    late = 10 * PATIENCE_SECONDS
     sync = GradSync(cluster, "torus", wire, silent_seconds=SILENT, late_seconds=late)
     sync.attach(model)
     try:
         for step in range(STEPS):
+            if fault == "sleep" and step == 2:
+                sync._sender.heartbeat._late = LATE
             if rank == 1 and step == 2:
                 beaten(sync._sender.heartbeat)
                 if fault == "sleep":

@@ -170,33 +170,20 @@ def test_what_workers_print_is_not_lost():
     assert sorted(said) == sorted("a line\n" * 4)  # they speak at once
 
 
-def test_four_workers_start_and_meet_sooner_than_one_interpreter_imports_torch():
+def test_four_workers_start_and_meet_with_less_work_than_one_interpreter_imports_torch():
+    """Counted in processor time: what else this machine does is not in it."""
     run_local(1, os.getpid)  # starts the server
-    imports = "import megabatch.training"
-
-    def seconds(call):
-        began = time.monotonic()
-        call()
-        return time.monotonic() - began
-
-    # In turn, and the best of each: what else this machine does falls on both.
-    ours, theirs = zip(
-        *[
-            (
-                seconds(lambda: run_local(4, meet)),
-                seconds(lambda: subprocess.run([sys.executable, "-c", imports], check=True)),
-            )
-            for _ in range(2)
-        ],
-        strict=True,
-    )
-    assert min(ours) < min(theirs)
+    imports = "import time, megabatch.training; print(time.process_time())"
+    done = subprocess.run([sys.executable, "-c", imports], capture_output=True, check=True)
+    assert sum(run_local(4, meet)) < float(done.stdout)
 
 
 def meet():
+    """What it cost each worker, from its fork on."""
     cluster = Cluster.from_env(device="cpu")
-    cluster.barrier()
+    taken = cluster.gather(time.process_time())
     cluster.leave()
+    return taken
 
 
 def test_a_second_ctrl_c_ends_workers_that_do_not_heed_the_first(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch.errors import UserError
-from megabatch.planner import load, machine
+from megabatch.planner import load, machine_file
 from megabatch.planner.bundled import MACHINES
 from megabatch.planner.machine import Machine, Network, Node, Rate
 from megabatch.planner.published import imagenet
@@ -78,11 +78,11 @@ def read(tmp_path_factory, said):
 def test_the_good_one_is_read_and_survives(tmp_path_factory):
     found = read(tmp_path_factory, GOOD)
     assert found.network.nic_bytes_per_second == pytest.approx(0.94e10)
-    assert machine.from_json(machine.to_json(found)) == found
+    assert machine_file.from_json(machine_file.to_json(found)) == found
     assert forecast(imagenet("resnet50", 512, 1.0), found, 16).dollars > 0
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(path=st.sampled_from(list(paths(GOOD))), value=st.sampled_from(WRONG))
 def test_a_mutated_file_is_used_or_gets_one_sentence(tmp_path_factory, path, value):
     try:
@@ -182,6 +182,6 @@ def test_python_is_checked_as_files_are():
 @pytest.mark.parametrize("name", MACHINES)
 def test_bundled_machines_forecast_and_survive_their_json(name):
     place = MACHINES[name]
-    assert machine.from_json(machine.to_json(place)) == place
+    assert machine_file.from_json(machine_file.to_json(place)) == place
     found = forecast(imagenet("resnet50", 4096, 1.0), place, place.workers_per_node * 8)
     assert 0 < found.efficiency <= 1

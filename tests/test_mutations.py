@@ -35,8 +35,8 @@ from megabatch.runs import checkpoint, record
 from megabatch.runs.folder import State
 from megabatch.verbs.runs import describe
 
-EACH = 600
-SECONDS = 10.0
+EACH = 300
+SECONDS = 60.0
 """of a core, for one file"""
 CONFIG = replace(mb.recipes.named("digits", epochs=2), keep=1, ema=0.9)
 FILES = ("state.json", "optimizer.safetensors", "extra.safetensors", "model.safetensors")

@@ -736,7 +736,7 @@ def test_packing_a_million_images_would_take_less_than_a_gigabyte(tmp_path):
     """By what thousands more of them take, of names as long as ImageNet's."""
     peaks = []
     (tmp_path / "one.JPEG").write_bytes(pictures.encoded(1, 24, 32))
-    for count in (1_000, 21_000):
+    for count in (1_000, 11_000):
         root = tmp_path / f"set{count}"
         for part, images in (("train", count), ("val", 1)):
             folder = root / part / "n01440764"
@@ -744,14 +744,14 @@ def test_packing_a_million_images_would_take_less_than_a_gigabyte(tmp_path):
             for number in range(images):
                 os.link(tmp_path / "one.JPEG", folder / f"n01440764_{number}.JPEG")
         peaks.append(peak_of_packing(root, tmp_path / f"{count}.arrow"))
-    each = max(0, peaks[1] - peaks[0]) / 20_000
+    each = max(0, peaks[1] - peaks[0]) / 10_000
     assert peaks[0] + 1_281_167 * each < 1 << 30, (peaks, each)
 
 
 def test_packing_large_images_keeps_few_of_them_in_memory(tmp_path):
-    """60 pictures of 12 million pixels would be 2.2 GB decoded; a few at a time are."""
+    """40 pictures of 12 million pixels would be 1.4 GB decoded; a few at a time are."""
     picture = pictures.encoded(1, 3000, 4000)
-    for part, images in (("train", 60), ("val", 1)):
+    for part, images in (("train", 40), ("val", 1)):
         folder = tmp_path / "set" / part / "ant"
         folder.mkdir(parents=True)
         for number in range(images):

@@ -19,7 +19,7 @@ from megabatch import models, plans
 from megabatch.batch import Stage, count_steps
 from megabatch.bench.describe import describe
 from megabatch.errors import UserError
-from megabatch.planner import forecast, load, machine, published, workload
+from megabatch.planner import forecast, load, machine_file, published, workload
 from megabatch.planner.best import fastest
 from megabatch.planner.bundled import MACHINES
 from megabatch.planner.cost import Line, Price, legs, price
@@ -529,13 +529,15 @@ def test_every_constant_has_a_source_and_one_at_most_is_fitted():
 def test_machine_json_is_written_in_parts_and_read_back(tmp_path):
     file = tmp_path / "machine.json"
     row = {"model": "small", "micro": 16, "images_per_second": 10.0}
-    machine.update(file, {"compute": [row, row | {"micro": 32}], "host": {"cpu": "x"}})
+    machine_file.update(file, {"compute": [row, row | {"micro": 32}], "host": {"cpu": "x"}})
     link = {"latency_seconds": 1e-4, "bytes_per_second": 1e9}
-    machine.update(file, {"links": {"node": link}, "workers_per_node": 4, "host": {"gpu": "y"}})
-    machine.update(file, {"compute": [row | {"images_per_second": 20.0}]})
+    machine_file.update(
+        file, {"links": {"node": link}, "workers_per_node": 4, "host": {"gpu": "y"}}
+    )
+    machine_file.update(file, {"compute": [row | {"images_per_second": 20.0}]})
     work = {"message_core_seconds": 1e-4, "byte_core_seconds": 1e-9, "cores": 8}
-    machine.update(file, {"sending": work})
-    machine.update(file, {"sending": {"cores": 2}})
+    machine_file.update(file, {"sending": work})
+    machine_file.update(file, {"sending": {"cores": 2}})
     found = load(str(file))
     assert found.workers_per_node == 4
     assert found.node == Node(1e-4, 1e9)
@@ -543,18 +545,18 @@ def test_machine_json_is_written_in_parts_and_read_back(tmp_path):
     assert found.sending == Sending(1e-4, 1e-9, cores=2)
     assert found.rates == (Rate("small", 16, 20.0), Rate("small", 32, 10.0))
     assert found.host == {"cpu": "x", "gpu": "y"}
-    assert machine.from_json(machine.to_json(found)) == found
+    assert machine_file.from_json(machine_file.to_json(found)) == found
     with pytest.raises(UserError, match="has no network: megabatch bench sync adds it"):
         found.check_world(8)
     with pytest.raises(UserError, match=r"no key 'links\.node\.speed'"):
-        machine.update(file, {"links": {"node": {"speed": 1}}})
+        machine_file.update(file, {"links": {"node": {"speed": 1}}})
     assert load(str(file)) == found
 
 
 def test_speed_may_be_given_as_operations_a_second(tmp_path):
     file = tmp_path / "machine.json"
     row = {"model": "resnet50", "micro": 64, "flops": 312e12, "efficiency": 0.3}
-    machine.update(file, {"compute": [row]})
+    machine_file.update(file, {"compute": [row]})
     (rate,) = load(str(file)).rates
     # 4.09 G multiply-adds an image, forward; a pass has three times as many
     assert rate.images_per_second == pytest.approx(0.3 * 312e12 / (6 * 4.09e9), rel=1e-3)
@@ -562,7 +564,7 @@ def test_speed_may_be_given_as_operations_a_second(tmp_path):
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_bundled_machines_survive_their_json(name):
-    assert machine.from_json(machine.to_json(MACHINES[name])) == MACHINES[name]
+    assert machine_file.from_json(machine_file.to_json(MACHINES[name])) == MACHINES[name]
 
 
 @pytest.mark.parametrize(

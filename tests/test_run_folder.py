@@ -324,8 +324,9 @@ def mutated(drawn, path):
     path.write_bytes(whole[:at] + drawn.randbytes(drawn.choice((0, 1, 9))) + whole[at + cut :])
 
 
+@pytest.mark.parametrize("turns", [100, pytest.param(500, marks=pytest.mark.systems)])
 def test_mutated_folders_give_an_answer_or_one_sentence(
-    finished, outside, tmp_path, capfd, monkeypatch
+    finished, outside, tmp_path, capfd, monkeypatch, turns
 ):
     """Checkpoints are sealed after the change, as somebody who means it would."""
     drawn = random.Random(2026)
@@ -333,7 +334,7 @@ def test_mutated_folders_give_an_answer_or_one_sentence(
     image = Path(__file__).parent / "pictures.py"  # no image: told as such
     files = ("state.json", "optimizer.safetensors", "extra.safetensors", "model.safetensors")
     statuses = []
-    for turn in range(300):
+    for turn in range(turns):
         path = shutil.copytree(finished, tmp_path / "run")
         name = drawn.choice((*files, "config.json", "metrics.jsonl", "environment.json"))
         found = next((path / "checkpoints").iterdir())
@@ -365,7 +366,7 @@ def test_mutated_folders_give_an_answer_or_one_sentence(
         assert len(list(tmp_path.iterdir())) == 1
         statuses.append(status)
         shutil.rmtree(path)
-    assert min(statuses.count(0), statuses.count(2)) > 50
+    assert min(statuses.count(0), statuses.count(2)) > turns / 6
 
 
 def resumed(path):

@@ -37,6 +37,14 @@ CONFIG = Config(
 )
 
 
+# The same for runs that are asked for their bits alone: 6 steps instead of 19.
+BITS = replace(
+    CONFIG,
+    deterministic=True,
+    data=replace(CONFIG.data, source="synthetic", images=500, classes=10),
+)
+
+
 class WithDropout(nn.Module):
     """A module of someone's own: torch's batch norm and dropout, and noise from torch's
     generator."""
@@ -71,12 +79,12 @@ def run_with(config, own_module, options):
 
 @pytest.fixture(scope="module")
 def alone():
-    return {own: on_workers(1, replace(CONFIG, deterministic=True), own) for own in (False, True)}
+    return {own: on_workers(1, BITS, own) for own in (False, True)}
 
 
 @pytest.mark.parametrize("world", range(2, 9))
 def test_any_number_of_workers_ends_with_the_same_bits(alone, world):
-    summary = on_workers(world, replace(CONFIG, deterministic=True))
+    summary = on_workers(world, BITS)
     assert summary.world == world
     assert summary.weights_sha256 == alone[False].weights_sha256
     assert (summary.top1, summary.top5, summary.loss) == (
@@ -88,14 +96,14 @@ def test_any_number_of_workers_ends_with_the_same_bits(alone, world):
 
 @pytest.mark.parametrize("world", [3, 4])
 def test_a_module_with_dropout_too(alone, world):
-    summary = on_workers(world, replace(CONFIG, deterministic=True), own_module=True)
+    summary = on_workers(world, BITS, own_module=True)
     assert summary.weights_sha256 == alone[True].weights_sha256
 
 
 def test_the_seed_changes_the_result_and_is_all_that_does(alone):
-    again = on_workers(1, replace(CONFIG, deterministic=True))
+    again = on_workers(1, BITS)
     assert again.weights_sha256 == alone[False].weights_sha256
-    other = on_workers(1, replace(CONFIG, deterministic=True, seed=1))
+    other = on_workers(1, replace(BITS, seed=1))
     assert other.weights_sha256 != alone[False].weights_sha256
 
 
@@ -111,7 +119,7 @@ def weights_after(config, steps):
 
 
 # In single precision the same runs lie 1e-8 apart.
-STEPS_IN_DOUBLE = 20
+STEPS_IN_DOUBLE = 8
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +127,7 @@ def alone_in_double():
     return weights_after(replace(CONFIG, precision="fp64"), STEPS_IN_DOUBLE)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("world", [2, 3, 6, 8])
 def test_without_the_tree_double_precision_agrees_to_1e_12(alone_in_double, world):
     found = run_local(world, weights_after, replace(CONFIG, precision="fp64"), STEPS_IN_DOUBLE)
     assert (found - alone_in_double).norm() / alone_in_double.norm() < 1e-12
@@ -262,5 +270,5 @@ def test_a_run_of_ones_own_parts_is_evaluated_with_them(tmp_path):
 
 
 def test_the_digits_recipe_reaches_what_it_claims():
-    summary = train(mb.recipes.digits(), quiet=True)
-    assert summary.top1 >= 0.97
+    summary = train(replace(mb.recipes.digits(), target_accuracy=0.97), quiet=True)
+    assert summary.ended == "target" and summary.top1 >= 0.97

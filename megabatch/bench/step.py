@@ -31,7 +31,7 @@ from megabatch.config import Config, Data
 from megabatch.data.loader import MicroBatch
 from megabatch.errors import DONE, UserError
 from megabatch.parts import assemble, prepared
-from megabatch.planner.machine import check_updatable, update
+from megabatch.planner.machine_file import check_updatable, update
 from megabatch.planner.peak import share_of_peak
 from megabatch.planner.workload import made_for
 from megabatch.precision import HALF

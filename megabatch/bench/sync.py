@@ -29,7 +29,7 @@ from megabatch.cluster import Cluster
 from megabatch.errors import DONE
 from megabatch.launch import run_local
 from megabatch.place import under_launcher
-from megabatch.planner import machine
+from megabatch.planner import machine_file
 from megabatch.plans import PLANS
 from megabatch.plans.names import named
 from megabatch.runs.loggers import environment
@@ -69,7 +69,7 @@ class SyncFlags:
 def run(arguments: list[str]) -> int:
     flags = parse(SyncFlags, "bench sync", arguments)
     if flags.machine:
-        machine.check_updatable(flags.machine)
+        machine_file.check_updatable(flags.machine)
     if flags.out:
         check_out(Path(flags.out), (".json",), "a file of figures")
     if not under_launcher():
@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> int:
     if report is not None:
         _show(report)
         if flags.machine:
-            machine.update(flags.machine, _machine_part(report))
+            machine_file.update(flags.machine, _machine_part(report))
         if flags.out:
             Path(flags.out).write_text(json.dumps(report, indent=1) + "\n")
         if flags.json:

@@ -231,7 +231,7 @@ class Config:
         ]
         rows.append(("steps in all", f"{steps:,}", f"until {self.epochs:g} x {images} are seen"))
         rows.append(("images in all", f"{seen:,}", "sum of the batches"))
-        rows.append(("evaluation sees", *self._evaluation_sees()))
+        rows.append(("evaluation sees", *self.data.evaluation_sees()))
         return rows + self._summed(world)
 
     def _summed(self, world: int) -> list[tuple[str, str, str]]:
@@ -251,14 +251,6 @@ class Config:
             how += f"; {choice.small} up to {choice.threshold_mb:g} MB, then {choice.large}"
         return [("plan", self.plan, how)]
 
-    def _evaluation_sees(self) -> tuple[str, str]:
-        data = self.data
-        share = data.evaluation_share if data.kind in ("pack", "folder") else None
-        if share is None:
-            return "all", "whole images, as training does"
-        how = f"{data.size} / {data.resize}" if data.resize else "7 / 8, for training crops"
-        return f"{100 * share:.3g} %", f"of the shorter side, in the middle: {how}"
-
     # --- contradictions ------------------------------------------------------------------------
 
     def check(self) -> Config:
@@ -266,7 +258,11 @@ class Config:
         self._check_model()
         self._check_batches()
         self._check_length()
-        self._check_noise()
+        need(
+            not (self.noise.follow and self.stages),
+            "the batch follows either its stages or the noise: drop --stages or --noise.follow",
+        )
+        self.noise.check_for(self.batch, self.micro)
         need(
             self.optimizer.name != "lamb" or all(s.momentum is None for s in self.stages),
             "lamb has no momentum for a stage to set: write its stages EPOCH:BATCH",
@@ -356,24 +352,6 @@ class Config:
             self.lr.decay != "steps" or self.lr.drop_at[-1] < self.epochs,
             f"the rate drops at epoch {max(self.lr.drop_at, default=0):g} but the run ends at "
             f"epoch {self.epochs:g}: raise --epochs or change --lr.drop-at; {whole}",
-        )
-
-    def _check_noise(self) -> None:
-        if not self.noise.follow:
-            return
-        need(
-            not self.stages,
-            "the batch follows either its stages or the noise: drop --stages or --noise.follow",
-        )
-        for name, bound in (("least", self.noise.least), ("most", self.noise.most)):
-            need(
-                bound % self.micro == 0,
-                f"noise.{name} {bound} cannot be made of micro-batches of {self.micro}",
-            )
-        need(
-            self.noise.least <= self.batch <= (self.noise.most or self.batch),
-            f"batch {self.batch} lies outside noise.least {self.noise.least} and "
-            f"noise.most {self.noise.most}",
         )
 
     def resume_difference(self, asked: Config) -> str | None:

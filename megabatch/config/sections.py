@@ -93,6 +93,14 @@ class Data:
         whole = self.crop_area[0] == 1 and self.scale == (0, 0)
         return None if whole else 7 / 8
 
+    def evaluation_sees(self) -> tuple[str, str]:
+        """How much of an image, and why so much, in words."""
+        share = self.evaluation_share if self.kind in ("pack", "folder") else None
+        if share is None:
+            return "all", "whole images, as training does"
+        how = f"{self.size} / {self.resize}" if self.resize else "7 / 8, for training crops"
+        return f"{100 * share:.3g} %", f"of the shorter side, in the middle: {how}"
+
     def __post_init__(self) -> None:
         self.check()
 
@@ -307,3 +315,17 @@ class Noise:
 
     def check(self) -> None:
         check_settings(self, "noise.")
+
+    def check_for(self, batch: int, micro: int) -> None:
+        """Refuse bounds that a run which begins with this batch cannot keep."""
+        if not self.follow:
+            return
+        for name, bound in (("least", self.least), ("most", self.most)):
+            need(
+                bound % micro == 0,
+                f"noise.{name} {bound} cannot be made of micro-batches of {micro}",
+            )
+        need(
+            self.least <= batch <= (self.most or batch),
+            f"batch {batch} lies outside noise.least {self.least} and noise.most {self.most}",
+        )

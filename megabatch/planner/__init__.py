@@ -4,8 +4,8 @@ Read chips, workload, machine, pace, cost, step, run, best and search, in this o
 replays what papers report.
 """
 
-from megabatch.planner.bundled import load
 from megabatch.planner.machine import Machine
+from megabatch.planner.machine_file import load
 from megabatch.planner.run import Forecast
 from megabatch.planner.search import forecast, smallest
 from megabatch.planner.settings import Setting

@@ -6,19 +6,7 @@ on demand, in dollars, of the date that their source has.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from megabatch.config.written import read_text
-from megabatch.errors import UserError, nearest
-from megabatch.planner.machine import (
-    Machine,
-    Network,
-    Node,
-    Rate,
-    Spine,
-    from_json,
-)
-from megabatch.planner.workload import LONGEST_NAME
+from megabatch.planner.machine import Machine, Network, Node, Rate, Spine
 
 # Machines of 2017 and 2018: one message from GPU to GPU over NVLink and over InfiniBand, from the
 # public performance model of ABCI; there is no public figure for the others of their day.
@@ -383,33 +371,3 @@ def _machines() -> dict[str, Machine]:
 
 
 MACHINES = _machines()
-
-# What people also type.
-_ALSO = {
-    "p3dn": "p3dn.24xlarge", "p4d": "p4d.24xlarge", "p5": "p5.48xlarge", "a3-high": "a3-highgpu-8g",
-    "h100": "dgx-h100", "h200": "hgx-h200", "b200": "dgx-b200", "a100": "dgx-a100",
-    "v100": "dgx1-v100", "dgx-h200": "hgx-h200", "hgx-h100": "dgx-h100", "hgx-b200": "dgx-b200",
-    "nd96isr-h100-v5": "nd-h100-v5", "standard-nd96isr-h100-v5": "nd-h100-v5",
-    "nd96amsr-a100-v4": "nd-a100-v4", "dgx-1": "dgx1-v100", "dgx-2h": "dgx2h",
-}  # fmt: skip
-
-
-def load(name: str) -> Machine:
-    """The bundled machine of that name, or the machine.json at that path."""
-    typed = name.strip().lower().replace(" ", "-").replace("_", "-")
-    typed = _ALSO.get(typed, typed)
-    if typed in MACHINES:
-        return MACHINES[typed]
-    path = Path(name)
-    if path.suffix != ".json":
-        raise UserError(
-            f"there is no machine {name!r}: {nearest(typed, MACHINES)} "
-            f"(or give the path of a machine.json)"
-        )
-    try:
-        plain = "".join(letter for letter in path.stem if letter.isprintable())
-        return from_json(read_text(path), default_name=plain[:LONGEST_NAME])
-    except OSError as error:
-        raise UserError(f"the machine {name} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{name} is not a machine.json: {error}") from None

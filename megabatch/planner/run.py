@@ -13,11 +13,11 @@ from typing import Any
 
 from megabatch.config import Config
 from megabatch.errors import UserError
-from megabatch.planner.bundled import load
 from megabatch.planner.cost import FREE, Price, price
 from megabatch.planner.doubt import CERTAIN, Doubt, doubts, shifted
 from megabatch.planner.length import epochs_to_target, stretches
 from megabatch.planner.machine import Machine
+from megabatch.planner.machine_file import load
 from megabatch.planner.pace import (
     Pace,
     expected_maximum,

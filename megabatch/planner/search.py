@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 from megabatch.config import Config
 from megabatch.errors import UserError, nearest
 from megabatch.planner.best import Possible, best, fastest, least_work
-from megabatch.planner.bundled import load
 from megabatch.planner.machine import Machine
+from megabatch.planner.machine_file import load
 from megabatch.planner.run import Forecast, Job
 from megabatch.planner.settings import BUCKETS_MB, PLANNED, Choices
 from megabatch.planner.step import WIRES

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megabatch.planner.bundled import MACHINES, load
+from megabatch.planner.bundled import MACHINES
 from megabatch.planner.chips import CHIPS
 from megabatch.planner.machine import Machine
+from megabatch.planner.machine_file import load
 from megabatch.planner.published import Claim, imagenet, rows
 from megabatch.planner.run import Forecast
 from megabatch.planner.search import forecast

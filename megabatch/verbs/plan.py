@@ -18,8 +18,9 @@ from megabatch import recipes
 from megabatch.config import Config
 from megabatch.errors import DONE, UserError
 from megabatch.planner import published, workload
-from megabatch.planner.bundled import MACHINES, load
+from megabatch.planner.bundled import MACHINES
 from megabatch.planner.machine import Machine
+from megabatch.planner.machine_file import load
 from megabatch.planner.nets import BUILDERS
 from megabatch.planner.run import Forecast, Job
 from megabatch.planner.search import Comparison, advice, candidates, compare, enough, wire_of

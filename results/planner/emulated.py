@@ -150,7 +150,7 @@ def work(task: str, file: Path) -> None:
 
 
 def measure_here(task: str, file: Path, cluster: Any, ending: contextlib.ExitStack) -> None:
-    from megabatch.planner.machine import update
+    from megabatch.planner.machine_file import update
 
     if task == "compute":
         alone = replace(cluster, rank=0, world=1, grid=(1, 1))
