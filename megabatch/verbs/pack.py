@@ -86,11 +86,13 @@ def _check(flags: PackFlags) -> None:
 def _pack(flags: PackFlags, threads: int) -> tuple[int, dict[str, Any]]:
     from megabatch.data.jpeg import Encoding
     from megabatch.data.origins import open_origin
-    from megabatch.data.packs.making import pack
+    from megabatch.data.packs.making import check_new, pack
 
     source, out = Path(flags.source), Path(flags.out)
-    if source.is_dir():
-        say(f"looking through {source}", progress=True)
+    check_new(out)
+    if source.exists():  # an archive is read whole before its first image is packed
+        how = "looking through" if source.is_dir() else "reading"
+        say(f"{how} {source}", progress=True)
     origin = open_origin(source)
     for note in origin.notes:
         say(note, progress=True)
