@@ -27,16 +27,15 @@ SECTIONS = {
     "lr": "warm-up, decay, drops",
     "optimizer": "SGD, LARS, LAMB, Muon: momentum, weight decay, trust",
     "noise": "a batch that follows the gradient's noise",
-    "hybrid": "which all-reduce for which size",
 }
-OTHERS = ("init", "seed", "stages", "eval_every", "save_every", "keep_best", "plan", "wire")
+OTHERS = ("init", "seed", "stages", "eval_every", "save_every", "keep_best", "plan", "hybrid.*")
 
 
 def show_brief(words: str, launch: Any, config: Config) -> None:
     """The help of `megabatch train RECIPE`, with the recipe's values."""
     enough = "--epochs 5 --workers 2" if config.data.kind == "digits" else "--data.path FOLDER"
-    print(f"example: megabatch {words} {enough} --out runs/mine")
-    print(f"usage: megabatch {words} [OPTIONS]\n")
+    print(f"example:\n  megabatch {words} {enough} --out runs/mine\n")
+    print(f"usage: megabatch {words} [OPTIONS]")
     for name, says in MOST_USED.items():
         print(f"  {_flag(name) + _value(name, launch, config):24} {says}")
     print("and more, all of which --help-all explains:")

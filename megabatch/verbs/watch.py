@@ -212,7 +212,7 @@ def _outcome(run: Watched, patience: float) -> str:
         "failed": "failed: diagnosis.json says what is known"
         if run.record.diagnosis
         else "failed: its process is gone",
-        "silent": f"silent for {duration(run.record.silent_seconds())}: was it killed?",
+        "silent": f"silent for {duration(run.record.silent_seconds())} (was it killed?)",
         "missing": f"not there after {duration(patience)}",
     }.get(run.state, run.state)
     return f"{run.path}: {outcome}; top-1 {percent(run.record.result('top1'))}, {run.line()}"
