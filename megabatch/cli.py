@@ -90,7 +90,8 @@ def _run(verb: str, arguments: list[str]) -> int:
     if verb in ("-V", "--version"):
         return _version()
     if verb not in VERBS:
-        raise UserError(f"there is no verb {verb!r}: {nearest(verb, VERBS)}")
+        known = (*VERBS, "--help", "--version") if verb.startswith("-") else VERBS
+        raise UserError(f"there is no verb {verb!r}: {nearest(verb, known)}")
     status: int = import_module(f"megabatch.verbs.{verb}").run(arguments)
     return status
 

@@ -110,6 +110,9 @@ def test_help_without_a_recipe_names_recipes_and_arms_and_in_full_explains_them(
         ("train digits --lr.drop-at a", "it takes numbers, with spaces between"),
         ("train digits --precision fp8", "--precision is fp8: there are fp32"),
         ("completion bsh", "did you mean bash?"),
+        ("--verison", "did you mean --version?"),
+        ("doctor twice", "megabatch doctor has no place for twice: megabatch doctor --help"),
+        ("evaluate", "megabatch: evaluate needs RUN: megabatch evaluate --help lists"),
         ("export runs --to onx", "did you mean onnx?"),
     ],
 )

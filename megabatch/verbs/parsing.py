@@ -97,7 +97,8 @@ def _refuse(kind: type, typed: list[str], mistake: mistakes.ParseErrorEvent) -> 
             word = next((token for token in tokens if token.startswith("-")), None)
             if word is None and (sentence := _too_many(kind, typed, tokens[0])) is not None:
                 raise UserError(sentence)
-            word = word or tokens[0]
+            if word is None:
+                raise UserError(f"{mistake.prog} has no place for {tokens[0]}: {listed}")
             close = difflib.get_close_matches(word.partition("=")[0], flags_of(kind), n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise UserError(f"{word} is no flag of {mistake.prog}: {hint}{listed}")
@@ -105,7 +106,7 @@ def _refuse(kind: type, typed: list[str], mistake: mistakes.ParseErrorEvent) -> 
             raise UserError(f"{argument.display_name()} is {value}: {nearest(value, choices)}")
         case mistakes.MissingArgs(missing_arguments=missing):
             words = ", ".join(one.arg.display_name().upper() for one in missing)
-            raise UserError(f"{mistake.prog} needs {words}: {listed}")
+            raise UserError(f"{mistake.prog.removeprefix('megabatch ')} needs {words}: {listed}")
         case mistakes.InstantiationFailure(argument=None, message=message):
             raise UserError(message)  # a dataclass that refuses what it is given
         case mistakes.InstantiationFailure() | mistakes.BadValue():
