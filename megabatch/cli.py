@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import sys
 from importlib import import_module
 
@@ -14,6 +15,7 @@ from megabatch.errors import (
     RunFailed,
     UserError,
     WorkerFailed,
+    between_words,
     nearest,
     printable,
 )
@@ -88,14 +90,18 @@ def _run(verb: str, arguments: list[str]) -> int:
     if verb in ("-V", "--version"):
         return _version()
     if verb not in VERBS:
-        raise UserError(f"there is no verb {verb!r}: {nearest(verb, VERBS)}")
+        known = (*VERBS, "--help", "--version") if verb.startswith("-") else VERBS
+        raise UserError(f"there is no verb {verb!r}: {nearest(verb, known)}")
     status: int = import_module(f"megabatch.verbs.{verb}").run(arguments)
     return status
 
 
 def _say(words: object) -> None:
-    """One line, whatever a name in it holds."""
-    print("megabatch:", printable(" ".join(str(words).splitlines())), file=sys.stderr)
+    """One line, whatever a name in it holds; at a terminal broken between words."""
+    line = f"megabatch: {printable(' '.join(str(words).splitlines()))}"
+    if sys.stderr.isatty():
+        line = between_words(line, shutil.get_terminal_size().columns)
+    print(line, file=sys.stderr)
 
 
 def _help() -> int:

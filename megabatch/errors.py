@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable
 
 DONE, FAILED, MISTAKE, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -26,6 +27,19 @@ class WorkerFailed(RuntimeError):
 def printable(words: str) -> str:
     """Words from a file or a name, with what moves a cursor or is no Unicode written out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+
+
+def between_words(line: str, wide: int) -> str:
+    """A line as a terminal of this width should show it: broken between words, never inside one."""
+    return "\n".join(
+        textwrap.wrap(
+            line,
+            wide,
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

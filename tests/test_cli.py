@@ -289,7 +289,7 @@ def mistaken(result, says):
         (["train", "digits", "--plan", "nonesuch"], "there is no plan 'nonesuch'"),
         (["train", "digits", "--plan", "tours"], "did you mean torus?"),
         (["train", "digits", "--optimizer.name", "lamb"], "--optimizer.no-momentum-correction"),
-        (["train", "digits", "hello"], "hello is no flag of megabatch train digits"),
+        (["train", "digits", "hello"], "megabatch train digits has no place for hello"),
         (["train", "nowhere.json"], "the config nowhere.json cannot be read: No such file"),
         (["plan", "nowhere.json"], "the config nowhere.json cannot be read: No such file"),
         (["plan", "digits", "--epochs", "1e99"], "epochs is 1e+99"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -12,12 +13,18 @@ import pytest
 from megabatch import recipes
 from megabatch.cli import VERBS, main
 from megabatch.runs.progress import say, to_people
-from megabatch.verbs.brief import MOST_USED
+from megabatch.study.arms import ARMS
+from megabatch.verbs.bench import BENCHES
+from megabatch.verbs.brief import MOST_USED, OTHERS, SECTIONS
+from megabatch.verbs.chaos import ChaosFlags
+from megabatch.verbs.pack import PackFlags
 from megabatch.verbs.parsing import flags_of
+from megabatch.verbs.study import StudyFlags
 from megabatch.verbs.train import TrainFlags
 
-LINES = 40
-MORE = ["train digits", "train mikami2018", "plan digits", "bench step", "bench sync"]
+LINES = 23  # of a terminal of 24, with the prompt below
+MORE = ["train digits", "train mikami2018_119k", "study digits", "chaos digits", "plan digits"]
+MORE += ["plan published", *(f"bench {name}" for name in BENCHES)]
 SHELLS = {"bash": ["bash", "-n"], "zsh": ["zsh", "-n"], "fish": ["fish", "--no-execute"]}
 
 
@@ -33,28 +40,53 @@ def test_help_fits_a_screen_of_80_columns(words, capsys):
     assert len(lines) <= LINES
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("example")
+    # No sentence is cut off, and no line ends in blanks.
+    assert not [line for line in lines if re.search(r" \.\.\.$| $", line) and "usage:" not in line]
 
 
-def test_short_help_has_every_flag_and_the_recipes_values(capsys):
+def test_a_recipes_help_has_its_values_and_every_section(capsys):
     said = help_of("train mikami2018", capsys)
     config = recipes.mikami2018()
     assert re.search(rf"--batch {config.batch}\b", said)
     assert re.search(rf"--data\.size {config.data.size}\b", said)
-    flags = {flag for flag in flags_of(TrainFlags) if not re.search(r"--(\w+\.)?no-", flag)}
-    names = set(re.findall(r"[\w.-]+", said))
-    for flag in flags:
-        section, dot, name = flag.removeprefix("--").rpartition(".")
-        listed = flag in said or (name in names and f"--{section}{dot}*" in said)
-        assert listed, flag
-    assert {f"--{name.replace('_', '-')}" for name in MOST_USED} <= flags
+    flags = {*flags_of(TrainFlags)}
+    named = {f"--{name.replace('_', '-')}" for name in (*MOST_USED, *OTHERS)}
+    assert {name for name in named if "*" not in name} <= flags
+    sections = {flag[2:].partition(".")[0] for flag in flags if "." in flag}
+    assert {*SECTIONS} <= sections
+    assert all(f"--{section}.*" in said for section in sections)
 
 
-def test_help_all_explains_every_flag(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "digits", "--help-all"])
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("train digits", TrainFlags),
+        ("study digits", StudyFlags),
+        ("chaos digits", ChaosFlags),
+        ("pack", PackFlags),
+    ],
+)
+def test_help_all_explains_every_flag(words, kind, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*words.split(), "--help-all"])
+    assert ended.value.code == 0
     said = capsys.readouterr().out
-    assert all(flag in said for flag in flags_of(TrainFlags))
-    assert "the images of one step" in said
+    switches_off = {flag for flag in flags_of(kind) if re.search(r"--(\w+\.)?no-", flag)}
+    explained = {*re.findall(r"^  (--[\w.-]+)", said, re.M)}
+    assert explained == {flag for flag in flags_of(kind) if flag not in switches_off}
+    # A switch that is on is told by what puts it off.
+    assert ("--no-zero-gamma" in said) == (kind is not PackFlags)
+    assert max(map(len, said.splitlines())) <= 80
+    assert not re.search(r"True|False|''|\(default: *\)", said)
+
+
+def test_help_without_a_recipe_names_recipes_and_arms_and_in_full_explains_them(capsys):
+    for words, names in (("train", recipes.RECIPES), ("study", ARMS)):
+        assert all(re.search(rf"\b{name}\b", help_of(words, capsys)) for name in names)
+        assert main([words, "--help-all"]) == 0
+        said = capsys.readouterr().out
+        assert all(re.search(rf"^  {name} +\w", said, re.M) for name in names)
+        assert len(said.splitlines()) > LINES
 
 
 @pytest.mark.parametrize(
@@ -78,6 +110,9 @@ def test_help_all_explains_every_flag(capsys):
         ("train digits --lr.drop-at a", "it takes numbers, with spaces between"),
         ("train digits --precision fp8", "--precision is fp8: there are fp32"),
         ("completion bsh", "did you mean bash?"),
+        ("--verison", "did you mean --version?"),
+        ("doctor twice", "megabatch doctor has no place for twice: megabatch doctor --help"),
+        ("evaluate", "megabatch: evaluate needs RUN: megabatch evaluate --help lists"),
         ("export runs --to onx", "did you mean onnx?"),
     ],
 )
@@ -90,10 +125,7 @@ def test_help_has_no_python_in_it(capsys):
     for words in ("launch", "evaluate", "bench step", "export", "plan digits", "runs"):
         said = help_of(words, capsys)
         assert not re.search(r"None|True|False|''", said), words
-    assert "usage: megabatch launch [-h] [OPTIONS] train|study RECIPE ..." in help_of(
-        "launch", capsys
-    )
-    assert "the last for" in help_of("train digits", capsys)
+    assert "usage: megabatch launch [OPTIONS] train|study RECIPE ..." in help_of("launch", capsys)
 
 
 def test_reading_only_the_beginning_is_no_error():
@@ -183,3 +215,21 @@ def test_names_in_sentences_and_logs_move_no_cursor(tmp_path, capfd):
 def test_what_a_run_says_moves_no_cursor(capfd):
     say(to_people(), f"alarm: the trust ratio of {HOSTILE}")
     assert "of a\\x1b[2Jb\\rc" in capfd.readouterr().err
+
+
+def test_at_a_terminal_a_mistake_is_broken_between_words():
+    ours, theirs = pty.openpty()
+    line = [sys.executable, "-m", "megabatch.cli", "train", "digits", "--data.path", "none such"]
+    environ = os.environ | {"COLUMNS": "40"}
+    with os.fdopen(ours, "rb", buffering=0) as terminal, os.fdopen(theirs) as end:
+        process = subprocess.Popen(line, stderr=end, stdout=subprocess.DEVNULL, env=environ)
+        end.close()
+        said = b""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while some := terminal.read(1 << 16):
+                said += some
+    assert process.wait() == 2
+    lines = said.decode().splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 40
+    unbroken = subprocess.run(line, capture_output=True, text=True).stderr
+    assert unbroken.count("\n") == 1 and " ".join(said.decode().split()) == unbroken.strip()

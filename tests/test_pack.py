@@ -520,6 +520,15 @@ def test_killed_while_packing(tmp_path):
 # --- the command's words
 
 
+def test_it_says_at_once_what_it_reads(tmp_path, capsys):
+    """An archive is read whole before its first image is packed."""
+    archive = tmp_path / "cifar-10-binary.tar.gz"
+    archive.write_bytes(gzip.compress(tar_of({"inside/data_batch_1.bin": b"short"})))
+    assert main(["pack", str(archive), str(tmp_path / "a.arrow")]) == 2
+    out, said = capsys.readouterr()
+    assert out == "" and said.splitlines()[0] == f"reading {archive}"
+
+
 def test_mistakes_are_one_sentence_each(source, tmp_path, capsys):
     (tmp_path / "there.arrow").write_bytes(b"")
     (tmp_path / "nothing").mkdir()

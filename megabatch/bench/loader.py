@@ -67,7 +67,7 @@ class LoaderFlags:
     out: str = ""
     """a file for the result as JSON"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class RatioFlags:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 def run(arguments: list[str]) -> int:

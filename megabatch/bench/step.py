@@ -66,9 +66,9 @@ class StepFlags:
     out: str = "machine.json"
     """the file to add the rows to"""
     export: str | None = None
-    """write the model as a workload of the planner, and measure nothing"""
+    """only write the model as a workload of the planner"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 def run(arguments: list[str]) -> int:

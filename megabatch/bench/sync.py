@@ -59,11 +59,11 @@ class SyncFlags:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the tensors are"""
     machine: str | None = "machine.json"
-    """file that receives links and plans (None: nowhere)"""
+    """file that receives links and plans"""
     out: str | None = None
     """file that receives all figures as JSON"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 def run(arguments: list[str]) -> int:

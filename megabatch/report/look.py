@@ -75,6 +75,11 @@ def dot(run: int) -> str:
     return f'<i class="dot" style="--c:{colour(run)}"></i>'
 
 
+def called(run: int, name: str) -> str:
+    """A run's colour and name in a table, which a long name may not push apart."""
+    return f'{dot(run)}<span class="called">{text(name)}</span>'
+
+
 def colour(run: int) -> str:
     return f"var(--c{run % RUN_COLOURS})"
 
@@ -182,8 +187,11 @@ th,td{padding:7px 14px;text-align:left;vertical-align:top;border-top:1px solid v
 table>tbody:first-child>tr:first-child>td{border-top:0}
 thead th{border-top:0;color:var(--soft);font-weight:600;font-size:12.5px;white-space:nowrap}
 td{overflow-wrap:anywhere;min-width:12em}.n{text-align:right;white-space:nowrap}
-td:first-child{min-width:9.5em}td.n{min-width:0}
-@media (min-width:761px){td:first-child{white-space:nowrap}}
+.n:not(:last-child){padding-left:8px;padding-right:10px}
+td:first-child{min-width:9.5em}td.n,td:has(.chip){min-width:0}
+@media (min-width:761px){td:first-child{white-space:nowrap}
+.called{display:inline-block;width:max-content;max-width:18em;
+vertical-align:top;white-space:normal;overflow-wrap:anywhere}}
 .after{margin-top:12px}
 code{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 code span{display:inline-block;max-width:100%;white-space:pre-wrap}

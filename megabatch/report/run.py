@@ -11,7 +11,7 @@ from typing import Any
 
 from megabatch.report.axes import axis_of
 from megabatch.report.charts import Curve, chart, heat_map, shares
-from megabatch.report.look import Section, colour, dot, page, table, text
+from megabatch.report.look import Section, called, colour, dot, page, table, text
 from megabatch.report.named import Named, named
 from megabatch.report.numbers import UNKNOWN, count, duration, percent, short
 from megabatch.report.pointing import SCRIPT
@@ -86,7 +86,7 @@ def _result(runs: Sequence[Named], now: float) -> str:
             steps, seen = last["step"] + 1, last["seen"]
         rows.append(
             (
-                f"{dot(run.at)}{text(run.name)}",
+                called(run.at, run.name),
                 _chip(state),
                 percent(record.result("top1")),
                 percent(record.result("top5")),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megabatch.config import Config
-from megabatch.report.look import dot, table, text
+from megabatch.report.look import called, table, text
 from megabatch.report.named import Named
 from megabatch.report.numbers import UNKNOWN
 from megabatch.runs.record import Record, number
@@ -104,7 +104,7 @@ def _compared(
         return ""
     every = list(dict.fromkeys(name for found in tables for name in found))
     differs = [name for name in every if len({found.get(name) for found in tables}) > 1]
-    heads = (head, *(f"{dot(run.at)}{text(run.name)}" for run in runs))
+    heads = (head, *(called(run.at, run.name) for run in runs))
 
     def rows(chosen: Sequence[str]) -> list[tuple[str, ...]]:
         return [(text(name), *(_code(found.get(name, "")) for found in tables)) for name in chosen]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from megabatch.errors import printable
+from megabatch.errors import between_words, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,15 +48,7 @@ def say(console: Console, words: str) -> None:
     one."""
     words = printable(words)
     if console.is_terminal and len(words) > console.width:
-        words = "\n".join(
-            textwrap.wrap(
-                words,
-                console.width,
-                subsequent_indent="    ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
+        words = between_words(words, console.width)
     console.print(words, soft_wrap=True)
 
 

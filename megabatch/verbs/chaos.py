@@ -21,6 +21,7 @@ from megabatch.config import Config
 from megabatch.errors import DONE, FAILED, UserError, nearest
 from megabatch.scratch import scratch
 from megabatch.stopping import answering
+from megabatch.verbs.help import show_help
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.sizing import sized
 from megabatch.verbs.workers import check_workers
@@ -42,13 +43,13 @@ class Chaos:
     faults: int = 3
     """in each round"""
     kinds: tuple[str, ...] = tuple(KINDS)
-    """of faults: kill, kill-all, stop, delay, ask, damage, fill"""
+    """of faults"""
     workers: int = 3
     """local workers"""
     keep_runs: str | None = None
     """leave the runs' folders here (none: nothing is left)"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class ChaosFlags:
 
 
 def run(arguments: list[str]) -> int:
-    if {"-h", "--help"} & {*arguments}:
-        parse(Chaos, "chaos RECIPE", ["--help"])
+    if {"-h", "--help"} & {*arguments} or arguments == ["--help-all"]:
+        show_help(Chaos, "chaos RECIPE")
+        return DONE
     if not arguments or arguments[0].startswith("-"):
         raise UserError(f"chaos needs a recipe: one of {', '.join(recipes.RECIPES)}")
     chaos, config = _read_flags(arguments[0], arguments[1:])

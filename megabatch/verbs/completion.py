@@ -42,9 +42,9 @@ def _verb(name: str) -> Verb:
     """What can follow a verb: the flags of its own dataclass, and of its subjects their names."""
     module = import_module(f"megabatch.verbs.{name}")
     inner = getattr(module, "STARTED", ())  # verbs whose line it takes too
-    flags = sorted({flag for verb in (name, *inner) for flag in _flags(verb)} | {"--help"})
+    flags = {flag for verb in (name, *inner) for flag in _flags(verb)}
     firsts = list(recipes.RECIPES) if name in _WITH_RECIPE else _subjects(module)
-    return Verb(name, flags, firsts)
+    return Verb(name, sorted(flags | {"--help", "--help-all"}), firsts)
 
 
 def _flags(name: str) -> Iterator[str]:

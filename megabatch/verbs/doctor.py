@@ -21,7 +21,7 @@ STYLES = {"works": "green", "limited": "yellow", "missing": "dim", "stops": "bol
 @dataclass(frozen=True)
 class DoctorFlags:
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 def run(arguments: list[str]) -> int:

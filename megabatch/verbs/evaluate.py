@@ -30,7 +30,7 @@ class EvaluateFlags:
     best: bool = False
     """take the best checkpoint, where the run kept it (train --keep-best), not the newest"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 def run(arguments: list[str]) -> int:

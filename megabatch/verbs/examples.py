@@ -7,7 +7,6 @@ EXAMPLES = {
     "train": (
         "megabatch train digits --epochs 5 --workers 2",
         "megabatch train digits --data.path PICTURES --data.size 32 --data.channels 3",
-        "megabatch train digits --out runs/mine --resume",
     ),
     "study": (
         "megabatch study digits --batches 32,128,512 --seeds 3",
@@ -23,6 +22,8 @@ EXAMPLES = {
         "megabatch bench step --model resnet50 --micro 32 64",
         "megabatch bench sync --workers 4",
         "megabatch bench loader --images PICTURES",
+        "megabatch bench optim --model resnet50",
+        "megabatch bench ratios --models alexnet_bn --path images.arrow",
     ),
     "launch": (
         "megabatch launch --slurm --nodes 4 train mikami2018 --data.path images.arrow",
@@ -42,7 +43,12 @@ EXAMPLES = {
 }
 
 
-def show_examples(verb: str) -> None:
-    shown = EXAMPLES[verb]
-    print("example:" if len(shown) == 1 else "examples:")
-    print("".join(f"  {line}\n" for line in shown))
+def show_examples(words: str) -> None:
+    print("\n".join(examples(words)) + "\n")
+
+
+def examples(words: str) -> list[str]:
+    """Those of `megabatch WORDS` itself, or else all of its verb, with a title."""
+    of_verb = EXAMPLES[words.partition(" ")[0]]
+    shown = [line for line in of_verb if f"{line} ".startswith(f"megabatch {words} ")] or of_verb
+    return ["examples:" if len(shown) > 1 else "example:", *(f"  {line}" for line in shown)]

@@ -26,14 +26,14 @@ class ExportFlags:
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """the folder of a run"""
     to: Literal["safetensors", "torchvision", "onnx"] = "safetensors"
-    """safetensors: weights, with classes and scale in the head; torchvision: for its ResNets'
-    load_state_dict; onnx: images of 0 to 1 in, logits out"""
+    """the format: safetensors has weights, with classes and scale in the head; torchvision is for
+    its ResNets' load_state_dict; onnx takes images of 0 to 1 and gives logits"""
     out: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
     """the file to write (none: RUN's name and the format's ending, here)"""
     best: bool = False
     """take the best checkpoint, where the run kept it (train --keep-best), not the newest"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 def run(arguments: list[str]) -> int:

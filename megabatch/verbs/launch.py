@@ -36,21 +36,21 @@ class LaunchFlags:
     """The rest of the line, from `train` or `study` on, is checked, not started."""
 
     slurm: bool = False
-    """a batch script for Slurm, which goes on after its time is up or a node is lost"""
+    """a batch script for Slurm; goes on after its time is up or a node is lost"""
     hosts: Annotated[str, tyro.conf.arg(metavar="HOST,HOST,...")] = ""
     """a shell script that starts torchrun on these hosts over ssh"""
     nodes: int = 1
-    """of Slurm's"""
+    """how many, Slurm's"""
     workers: int = 8
-    """a node or host: one a GPU"""
+    """on each node or host: one a GPU"""
     cpu: bool = False
     """workers without GPUs"""
     time: Annotated[str, tyro.conf.arg(metavar="H:MM:SS")] = "24:00:00"
     """Slurm's limit of one go; a run that takes longer is queued again"""
     partition: str = ""
-    """of Slurm's"""
+    """Slurm's"""
     account: str = ""
-    """of Slurm's"""
+    """Slurm's"""
     port: int = 29500
     """where the first host listens for the others, over ssh"""
     script: Annotated[str, tyro.conf.arg(metavar="FILE.sh")] = ""

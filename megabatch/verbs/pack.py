@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -21,12 +21,12 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class PackFlags:
-    source: tyro.conf.Positional[str] = ""
-    """a folder of class folders (or train/ and val/), Tiny ImageNet, ILSVRC2012's tar files,
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")] = ""
+    """images in a folder a class, in train/ and val/ or not; Tiny ImageNet, ILSVRC2012's tar files,
     parquet, CIFAR (archive or folder) or MNIST-style idx files"""
-    out: tyro.conf.Positional[str] = ""
-    """the pack to write, OUT.arrow"""
-    verify: str = ""
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT.arrow")] = ""
+    """the pack to write"""
+    verify: Annotated[str, tyro.conf.arg(metavar="FILE.arrow")] = ""
     """check this pack instead: every byte of it, and that each image can be decoded"""
     size: int = 0
     """images are made smaller to this shortest side, in pixels (0: JPEGs stay untouched)"""
@@ -35,13 +35,13 @@ class PackFlags:
     raw: bool = False
     """keep pixels, not JPEG: the middle square of --size, or images that are all of one size"""
     val_share: float | None = None
-    """share of the images held out, by hash, where the source has no val part (none: 0.1)"""
+    """share held out where there is no val part (none: 0.1)"""
     skip_bad: int = 0
     """so many unreadable images may be left out; with more there is no pack"""
     threads: int = 0
     """threads that decode and encode (0: one a core)"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 def run(arguments: list[str]) -> int:
@@ -86,11 +86,13 @@ def _check(flags: PackFlags) -> None:
 def _pack(flags: PackFlags, threads: int) -> tuple[int, dict[str, Any]]:
     from megabatch.data.jpeg import Encoding
     from megabatch.data.origins import open_origin
-    from megabatch.data.packs.making import pack
+    from megabatch.data.packs.making import check_new, pack
 
     source, out = Path(flags.source), Path(flags.out)
-    if source.is_dir():
-        say(f"looking through {source}", progress=True)
+    check_new(out)
+    if source.exists():  # an archive is read whole before its first image is packed
+        how = "looking through" if source.is_dir() else "reading"
+        say(f"{how} {source}", progress=True)
     origin = open_origin(source)
     for note in origin.notes:
         say(note, progress=True)

@@ -6,11 +6,9 @@ values instead, but is marked unstable: it is used here alone, and pyproject.tom
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
-import io
 import itertools
 import re
 import textwrap
@@ -22,11 +20,10 @@ import tyro
 from tyro import _errors as mistakes
 
 from megabatch.batch import Stage
-from megabatch.errors import UserError, nearest
-from megabatch.verbs.examples import show_examples
+from megabatch.errors import DONE, UserError, nearest
+from megabatch.verbs.help import ASKED, show_help
 
 Flags = TypeVar("Flags")
-_WIDE = 80
 
 
 def parse(
@@ -38,39 +35,12 @@ def parse(
 ) -> Flags:
     """The flags of `megabatch WORDS ...` as an instance of a dataclass; help begins with an
     example. `usage`: what follows the flags on the line, where they are not all of it."""
-    if "-h" in arguments or "--help" in arguments:
-        show_examples(words.split()[0])
-        with _fitted(usage):
-            tyro.cli(kind, prog=f"megabatch {words}", args=["--help"], **_how(default))
+    if asked := ASKED & {*arguments}:
+        show_help(kind, words, default, usage, whole="--help-all" in asked)
+        raise SystemExit(DONE)
     with mistakes.on_parse_error(functools.partial(_refuse, kind, arguments)):
         flags: Flags = tyro.cli(kind, prog=f"megabatch {words}", args=arguments, **_how(default))
         return flags
-
-
-@contextlib.contextmanager
-def _fitted(usage: str) -> Iterator[None]:
-    """What is printed inside in plain words, its long lines broken: tyro breaks those in its boxes
-    alone."""
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            yield
-    finally:
-        for line in _plain(printed.getvalue()).splitlines():
-            if line.startswith("usage:"):
-                line = re.sub(r" \[--.*\]", " [OPTIONS]", line) if len(line) > _WIDE else line
-                line = f"{line} {usage}".rstrip()
-            print(textwrap.fill(line, _WIDE) if len(line) > _WIDE else line)
-
-
-def _plain(words: str) -> str:
-    """tyro's help without Python: no default where there is none, no None, yes and no."""
-    empty = r"\(default:\s+(?:''|None)?\)"
-    words = re.sub(rf"\n +{empty} *(?=\n)", "", words)
-    words = re.sub(rf" ?{empty}", "", words)
-    for value, word in (("True", "yes"), ("False", "no")):
-        words = re.sub(rf"\(default:(\s+){value}\)", rf"(default:\1{word})", words)
-    return re.sub(r"(\{None\}\|)(\{[^}\n]*\}|\S+)", lambda m: m[2] + " " * len(m[1]), words)
 
 
 def parse_some(kind: type[Flags], words: str, arguments: list[str]) -> Flags:
@@ -127,7 +97,8 @@ def _refuse(kind: type, typed: list[str], mistake: mistakes.ParseErrorEvent) -> 
             word = next((token for token in tokens if token.startswith("-")), None)
             if word is None and (sentence := _too_many(kind, typed, tokens[0])) is not None:
                 raise UserError(sentence)
-            word = word or tokens[0]
+            if word is None:
+                raise UserError(f"{mistake.prog} has no place for {tokens[0]}: {listed}")
             close = difflib.get_close_matches(word.partition("=")[0], flags_of(kind), n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise UserError(f"{word} is no flag of {mistake.prog}: {hint}{listed}")
@@ -135,7 +106,7 @@ def _refuse(kind: type, typed: list[str], mistake: mistakes.ParseErrorEvent) -> 
             raise UserError(f"{argument.display_name()} is {value}: {nearest(value, choices)}")
         case mistakes.MissingArgs(missing_arguments=missing):
             words = ", ".join(one.arg.display_name().upper() for one in missing)
-            raise UserError(f"{mistake.prog} needs {words}: {listed}")
+            raise UserError(f"{mistake.prog.removeprefix('megabatch ')} needs {words}: {listed}")
         case mistakes.InstantiationFailure(argument=None, message=message):
             raise UserError(message)  # a dataclass that refuses what it is given
         case mistakes.InstantiationFailure() | mistakes.BadValue():

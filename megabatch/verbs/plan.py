@@ -38,7 +38,7 @@ def _optional(metavar: str) -> Any:
 
 @dataclass(frozen=True)
 class PlanFlags:
-    machine: str = "dgx-h100"
+    machine: Annotated[str, _optional("NAME")] = "dgx-h100"
     """a bundled machine, or the path of a machine.json"""
     gpus: Annotated[str | None, _optional("N,N")] = None
     """numbers of GPUs, with commas between them (none: 8,64,512)"""
@@ -55,13 +55,13 @@ class PlanFlags:
     compare: Comparison = "plans"
     """what the rows of the table are"""
     target_seconds: Annotated[float | None, _optional("S")] = None
-    """find the fewest and the cheapest nodes that end the run within so many seconds"""
+    """find the fewest nodes that end the run within so long; and the cheapest"""
     batch: Annotated[int | None, _optional("N")] = None
     """another global batch; the stages keep their multiples of it"""
     epochs: Annotated[float | None, _optional("N")] = None
     """another length of the run"""
     workload: Annotated[str | None, _optional("NAME")] = None
-    """another model: vgg16, vit_b_16, ... or the JSON that megabatch bench step --export writes"""
+    """another model, vgg16 say; or the JSON that megabatch bench step --export writes"""
     price: Annotated[float | None, _optional("USD")] = None
     """dollars for a GPU and an hour (none: as the machine says)"""
     watts: Annotated[float | None, _optional("W")] = None
@@ -69,13 +69,13 @@ class PlanFlags:
     html: Annotated[str | None, _optional("FILE")] = None
     """write timelines and scaling curves to this page"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 @dataclass(frozen=True)
 class PublishedFlags:
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 def run(arguments: list[str]) -> int:
@@ -212,7 +212,7 @@ def _help() -> int:
         ("machines (--machine)", MACHINES),
         ("models (--workload)", BUILDERS),
     ):
-        listed = textwrap.fill(", ".join(names), 76, break_on_hyphens=False)
-        print(f"{title}:\n{textwrap.indent(listed, '  ')}\n")
+        listed = f"{title}: {', '.join(names)}"
+        print(textwrap.fill(listed, 80, subsequent_indent="  ", break_on_hyphens=False) + "\n")
     print("megabatch plan RECIPE --help lists the options.")
     return DONE

@@ -26,7 +26,7 @@ class ReportFlags:
     out: Annotated[str, tyro.conf.arg(metavar="FILE.html")] = "report.html"
     """the page to write; one that is there is replaced"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 def run(arguments: list[str]) -> int:

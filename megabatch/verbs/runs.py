@@ -28,7 +28,7 @@ class RunsFlags:
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = "runs"
     """where to look, folders below it too"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 def run(arguments: list[str]) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from megabatch import recipes
 from megabatch.config import Config, Data
 from megabatch.errors import UserError
+from megabatch.verbs.help import ASKED
 from megabatch.verbs.parsing import parse_some
 
 
@@ -30,7 +31,7 @@ def recipe_named(verb: str, arguments: list[str], also: str) -> str | None:
     """What a line names first: a recipe, or what it says `also`; None: the line asks for help."""
     if arguments and not arguments[0].startswith("-"):
         return arguments[0]
-    if {"-h", "--help"} & {*arguments}:
+    if ASKED & {*arguments}:
         return None
     raise UserError(f"{verb} needs a recipe: one of {', '.join(recipes.RECIPES)}, {also}")
 

@@ -25,6 +25,7 @@ from megabatch.study.arms import ARMS
 from megabatch.study.trials import RECIPE, Plan
 from megabatch.verbs.before import check_beginnings, check_study, check_workers_here
 from megabatch.verbs.examples import show_examples
+from megabatch.verbs.help import WIDE, show_help
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.sizing import doubts, recipe_named, sized
 from megabatch.verbs.workers import how_many, keeping_stop_requests, on_workers, started_here
@@ -36,40 +37,40 @@ _WITHOUT_GPU = 2
 
 @dataclass(frozen=True)
 class SweepFlags:
-    """Which runs a study has, and where they go."""
+    # Which runs a study has, and where they go.
 
-    batches: str = ""
+    batches: Annotated[str, tyro.conf.arg(metavar="N,N,N")] = ""
     """global batches, with commas between them; the smallest is the baseline"""
     seeds: int = 1
     """runs of each, from seeds that follow each other"""
     arms: tuple[str, ...] = ()
-    """what to switch, one thing at a time, beside the recipe itself: names, or NAME=FLAGS"""
-    arm_batches: str = ""
+    """what to switch, one thing at a time: names, or NAME='FLAGS'"""
+    arm_batches: Annotated[str, tyro.conf.arg(metavar="N,N")] = ""
     """batches that the arms run at (none: all)"""
-    rates: str = ""
-    """multiples of the rate to choose among at each batch, with commas between them: by held-out
-    training images, never the validation images"""
+    rates: Annotated[str, tyro.conf.arg(metavar="X,X")] = ""
+    """multiples of the rate to choose among at each batch: by held-out training images, never the
+    validation images"""
     probe: bool = False
-    """first a short run whose gradient noise scale forecasts where scaling ends"""
-    out: str | None = None
+    """first a short run, which forecasts where scaling ends: by its gradient noise scale"""
+    out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """the study's folder (none: runs/study-NAME); run again, it grows and nothing is run twice"""
     workers: int | None = None
     """local workers (none: one a GPU, or two without a GPU)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the workers compute"""
     keep_epochs: bool = False
-    """where a recipe's length follows the batch: keep the length"""
+    """keep the length, where it follows the batch"""
     retry: bool = False
     """run again what failed before"""
     max_restarts: int = 3
-    """losses of local workers (killed, stopped) that the study survives: new ones take their place,
+    """losses of local workers that the study survives (killed, stopped): new ones take their place,
     and the run that was under way goes on from its checkpoint"""
     keep_checkpoints: bool = False
     """keep the weights of finished runs"""
     verbose: bool = False
     """show what each run says"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,11 @@ def run(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     recipe = recipe_named("study", arguments, "or the config.json of a run")
     if recipe is None:
-        return _help()
+        return _help("--help-all" in arguments)
+    if {"-h", "--help"} & {*arguments}:
+        also = "and those of megabatch train RECIPE --help; --help-all has them all"
+        show_help(SweepFlags, f"study {recipe}", usage="--batches N,N,N", also=also)
+        return DONE
     plan, flags = read_flags(recipe, arguments[1:])
     if not under_launcher():
         for (arm, _), config in plan.configs.items():
@@ -323,11 +328,15 @@ def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
     return FAILED if failed else DONE
 
 
-def _help() -> int:
+def _help(whole: bool) -> int:
     show_examples("study")
     print("usage: megabatch study RECIPE|RUN/config.json --batches N,N,N [OPTIONS]\n")
     print("arms (--arms NAME ..., or NAME='--flag value' for any flags of train):")
-    for name, arm in ARMS.items():
-        print(textwrap.fill(f"  {name:15} {arm.says}", 80, subsequent_indent=" " * 18))
-    print("\nmegabatch study RECIPE --help lists the options with the recipe's values.")
+    if whole:
+        for name, arm in ARMS.items():
+            print(textwrap.fill(f"  {name:15} {arm.says}", WIDE, subsequent_indent=" " * 18))
+    else:
+        print(textwrap.indent(textwrap.fill(", ".join(ARMS), WIDE - 2), "  "))
+        print("\nmegabatch study --help-all says what each of them switches.")
+    print("megabatch study RECIPE --help lists the options.")
     return DONE

@@ -22,6 +22,7 @@ from megabatch.place import place_by, under_launcher
 from megabatch.verbs.before import check_beginnings, check_folder, check_workers_here
 from megabatch.verbs.brief import show_brief
 from megabatch.verbs.examples import show_examples
+from megabatch.verbs.help import WIDE
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.sizing import doubts, recipe_named, sized
 from megabatch.verbs.workers import (
@@ -54,7 +55,7 @@ class Launch:
     resume: bool = False
     """go on from the newest checkpoint in --out; from the beginning if there is none yet"""
     keep_epochs: bool = False
-    """with --batch, where a recipe's length follows it: keep the length"""
+    """keep the length, where a recipe's length follows --batch"""
     max_restarts: int = 3
     """losses of local workers (killed, stopped) that the run survives: new ones take their place"""
     min_workers: int | None = None
@@ -62,7 +63,7 @@ class Launch:
     log_mlperf: bool = False
     """also write the run's mlperf.log, which MLPerf's checker reads (open division)"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,11 @@ def run(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     name = recipe_named("train", arguments, "or the config.json of a run")
     if name is None:
-        return _help()
+        return _help("--help-all" in arguments)
     if {"-h", "--help"} & {*arguments}:
         show_brief(f"train {name}", Launch(), recipes.named(name, None, None))
         return DONE
-    whole = ["--help" if word == "--help-all" else word for word in arguments[1:]]
-    config, launch = read_flags(name, whole)
+    config, launch = read_flags(name, arguments[1:])
     if launch.resume and launch.out is None:
         raise UserError("--resume needs --out: name the folder of the run that is to go on")
     if not under_launcher():
@@ -214,14 +214,23 @@ def _say(summary: dict[str, Any]) -> None:
     )
 
 
-def _help() -> int:
+def _help(whole: bool) -> int:
     show_examples("train")
     print("usage: megabatch train RECIPE|RUN/config.json [OPTIONS]\n\nrecipes:")
     for name, recipe in recipes.RECIPES.items():
-        says = (recipe.__doc__ or "").strip().splitlines()[0]
-        print(textwrap.fill(f"  {name:18} {says}", 80, subsequent_indent=" " * 21))
-    print("\nmodels (--model):")
+        says = (recipe.__doc__ or "").strip().splitlines()[0].removesuffix(".")
+        if not whole:
+            says = _clauses(says, WIDE - 22)
+        row = f"  {name:19} {says}"
+        print(textwrap.fill(row, WIDE, subsequent_indent=" " * 22, break_on_hyphens=False))
     named = ", ".join((*models.names(), "timm:NAME", "torchvision:NAME"))
-    print(textwrap.indent(textwrap.fill(named, 76), "  "))
-    print("\nmegabatch train RECIPE --help lists the options with the recipe's values.")
+    print(textwrap.fill(f"models: {named}", WIDE, subsequent_indent="  "))
+    print("megabatch train RECIPE --help lists the options with the recipe's values.")
     return DONE
+
+
+def _clauses(words: str, wide: int) -> str:
+    """The first clauses of a sentence, as many as fit."""
+    while len(words) > wide:
+        words = words[: max(words.rfind(","), words.rfind(":"))]
+    return words

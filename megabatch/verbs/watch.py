@@ -36,11 +36,11 @@ class WatchFlags:
     wait: bool = False
     """for a run that is not there yet, as long as --patience says"""
     every: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 10.0
-    """seconds from line to line where there is no terminal"""
+    """from line to line, where there is no terminal"""
     patience: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600.0
-    """seconds (or ten of its steps) without a word after which the run is given up"""
+    """a run without a word for so long (and for ten of its steps) is given up"""
     json: bool = False
-    """the last line on standard output is the result as one JSON object"""
+    """the result as JSON, the last line on standard output"""
 
 
 class Watched:
@@ -212,7 +212,7 @@ def _outcome(run: Watched, patience: float) -> str:
         "failed": "failed: diagnosis.json says what is known"
         if run.record.diagnosis
         else "failed: its process is gone",
-        "silent": f"silent for {duration(run.record.silent_seconds())}: was it killed?",
+        "silent": f"silent for {duration(run.record.silent_seconds())} (was it killed?)",
         "missing": f"not there after {duration(patience)}",
     }.get(run.state, run.state)
     return f"{run.path}: {outcome}; top-1 {percent(run.record.result('top1'))}, {run.line()}"

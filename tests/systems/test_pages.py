@@ -176,6 +176,20 @@ def test_a_hostile_run_does_nothing(browser, tmp_path):
     assert browser.run("document.documentElement.scrollWidth") == PHONE
 
 
+def test_a_long_name_leaves_the_results_in_sight(browser, tmp_path):
+    """On a laptop, where names of the usual length stand in one line."""
+    lines = [step_line(0), step_line(1), evaluation_line(0.1)]
+    runs = [made_up(tmp_path / name, lines) for name in ("digits-20261116-032334", "long " * 40)]
+    out = tmp_path / "report.html"
+    out.write_text(report([read(run) for run in runs]))
+    browser.show(out, LAPTOP)
+    tables = "[...document.querySelectorAll('.scroll')].map(s => s.scrollWidth - s.clientWidth)"
+    assert browser.run(tables)[0] == 0
+    high = "[...document.querySelectorAll('tbody .called')].map(n => n.clientHeight)"
+    one, many = browser.run(high)[:2]
+    assert one < 30 < many
+
+
 def test_the_pages_policy_stops_what_would_slip_through(browser, page, tmp_path):
     """Markup put into a finished page by hand: the browser refuses to run or fetch it."""
     slipped = "<script>document.title = 'run'</script><img src='http://127.0.0.1:9/x.png'>"

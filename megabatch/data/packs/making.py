@@ -92,6 +92,12 @@ class Packed:
     """parts that an earlier attempt had finished"""
 
 
+def check_new(out: Path) -> None:
+    """A pack is never written over."""
+    if out.exists():
+        raise UserError(f"{out} exists already: remove it or name another file")
+
+
 def pack(
     origin: Origin,
     title: str,
@@ -107,8 +113,7 @@ def pack(
 
     With more than `skip_bad` unreadable images all of them are listed and no pack is made.
     """
-    if out.exists():
-        raise UserError(f"{out} exists already: remove it or name another file")
+    check_new(out)
     if origin.pixels and encoding.kind == "jpeg" and encoding.size == 0:
         encoding = Encoding("raw")  # small pictures that come as pixels stay pixels
     order, train = _order(origin, val_share)
