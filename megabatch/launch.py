@@ -15,6 +15,7 @@ from typing import Any
 from megabatch.elastic.link import Dismissed, attach
 from megabatch.elastic.supervisor import Losses, OnWorld, Supervisor
 from megabatch.errors import RunFailed, UserError
+from megabatch.scratch import scratch
 from megabatch.stopping import answering, keep_stop_requests, take_stop_requests
 from megabatch.streams import prepare
 
@@ -45,6 +46,7 @@ def run_local(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    scratch()  # first: the server's socket lies in it, for others to find should this one be killed
     _start_server()
 
     watched = losses.survivable or bool(by_stage)

@@ -127,13 +127,17 @@ def launcher(call, **options):
     )
 
 
-def test_workers_end_with_the_process_that_started_them(tmp_path):
-    with launcher(f"run_local(3, started.sleep, {str(tmp_path)!r})") as parent:
+def test_workers_end_with_the_process_that_started_them(tmp_path, short_tmp):
+    """And all that it leaves is one folder, which the next process removes."""
+    environ = os.environ | {"TMPDIR": str(short_tmp)}
+    with launcher(f"run_local(3, started.sleep, {str(tmp_path)!r})", env=environ) as parent:
         workers = pids(tmp_path, 3)
         servers = children(parent.pid)  # the one that workers are forked from is among them
         assert servers
         parent.kill()
     assert gone([*workers, *servers])
+    (left,) = short_tmp.iterdir()
+    assert left.name.startswith("megabatch-") and (left / "lock").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

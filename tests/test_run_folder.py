@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -419,13 +418,6 @@ def test_a_folders_links_are_not_followed(finished, tmp_path):
 
 
 # --- processes ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def short_tmp():
-    """Sockets' names are short."""
-    with tempfile.TemporaryDirectory(prefix="m", dir="/tmp") as path:
-        yield Path(path)
 
 
 def start(place, *arguments, **options):
