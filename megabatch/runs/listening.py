@@ -7,8 +7,10 @@ are read-only, and one of a caller's that fails is heard of once and then left a
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -87,6 +89,7 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        _say_once()
         self._board: Any = SummaryWriter(folder)
         self._drawn = -math.inf
         self._waiting: Facts | None = None
@@ -116,6 +119,20 @@ class TensorBoard:
         if self._waiting is not None:
             self._draw("train", self._waiting)
         self._board.close()
+
+
+@functools.cache
+def _say_once() -> None:
+    """A disk that fails TensorBoard's thread is said where the thread is next given something, or
+    closed: as a traceback of its own it need not be."""
+    before = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        theirs = type(failed.thread).__module__.startswith("tensorboard.")
+        if not (theirs and isinstance(failed.exc_value, OSError)):
+            before(failed)
+
+    threading.excepthook = hook
 
 
 def finite(record: Facts) -> dict[str, Any]:
