@@ -18,7 +18,7 @@ import dying
 import pytest
 from dying import await_steps, died, disturbed
 from ports import free_ports
-from waiting import gone
+from waiting import gone, until
 
 pytestmark = [pytest.mark.systems, pytest.mark.timeout(600)]
 
@@ -180,15 +180,17 @@ def test_a_supervisor_that_was_stopped_itself_replaces_who_was_lost_meanwhile(
     assert gone(workers)
 
 
+@pytest.mark.parametrize("steps", [0, 5], ids=["starting", "training"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_scheduler_tells_all_processes_to_stop(number, environ, alone, tmp_path):
+def test_a_scheduler_tells_all_processes_to_stop(number, steps, environ, alone, tmp_path):
     """As Slurm does before a job's time is up: the supervisor, its workers and who forks them."""
     out = tmp_path / "run"
     line = [*MEGABATCH, "--workers", "3", "--epochs", "3", "--out", str(out)]
     with subprocess.Popen(
         line, env=environ, stdout=subprocess.DEVNULL, start_new_session=True
     ) as training:
-        assert await_steps(out, 5, training)
+        until(lambda: dying.children(training.pid), "the server that forks workers", training)
+        assert await_steps(out, steps, training)
         os.killpg(training.pid, number)
         assert training.wait(WAIT_SECONDS) == 3
     done = subprocess.run(
