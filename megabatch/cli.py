@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 
 from megabatch.errors import (
@@ -19,6 +20,8 @@ from megabatch.errors import (
     nearest,
     printable,
 )
+from megabatch.place import under_launcher
+from megabatch.stopping import keep_stop_requests
 from megabatch.streams import lead_nowhere, prepare
 from megabatch.verbs.examples import show_examples
 from megabatch.version import __version__
@@ -48,6 +51,9 @@ _KEPT = {
     "study": ": finished runs are kept, and the same command goes on with the others",
     "pack": ": finished parts are kept, and the same command goes on from there",
 }
+
+_STOPPED = ("train", "study")
+"""verbs whose runs stop on request, with a checkpoint"""
 
 # A write to standard output that fails; files have their own words.
 _LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -92,8 +98,16 @@ def _run(verb: str, arguments: list[str]) -> int:
     if verb not in VERBS:
         known = (*VERBS, "--help", "--version") if verb.startswith("-") else VERBS
         raise UserError(f"there is no verb {verb!r}: {nearest(verb, known)}")
-    status: int = import_module(f"megabatch.verbs.{verb}").run(arguments)
+    with _keeping_stop_requests(verb):
+        status: int = import_module(f"megabatch.verbs.{verb}").run(arguments)
     return status
+
+
+def _keeping_stop_requests(verb: str) -> AbstractContextManager[None]:
+    """From the first moment on, while the verb is loaded and workers are started; under a launcher
+    a worker that waits for others had better end at once."""
+    stops = verb in _STOPPED and not under_launcher()
+    return keep_stop_requests() if stops else nullcontext()
 
 
 def _say(words: object) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 from megabatch.elastic.link import Dismissed, attach
 from megabatch.elastic.supervisor import Losses, OnWorld, Supervisor
 from megabatch.errors import RunFailed, UserError
-from megabatch.stopping import answering, keep_stop_requests, take_stop_requests
+from megabatch.scratch import scratch
+from megabatch.stopping import SIGNALS, answering, keep_stop_requests, take_stop_requests
 from megabatch.streams import prepare
 
 # Imported once in the server that workers are forked from: four workers start in under a second.
@@ -45,6 +46,7 @@ def run_local(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    scratch()  # first: the server's socket lies in it, for others to find should this one be killed
     _start_server()
 
     watched = losses.survivable or bool(by_stage)
@@ -64,10 +66,10 @@ def run_local(
 
 
 def _start_server() -> None:
-    """What workers are forked from, deaf to Ctrl-C: a terminal sends that to it as well, and while
-    it imports it would die of it."""
-    resource_tracker.ensure_running()  # first: it leaves the signal heard
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """What workers are forked from, deaf to requests to stop: a terminal sends Ctrl-C to it as
+    well, a scheduler SIGTERM, and it would die of them."""
+    resource_tracker.ensure_running()  # first: it leaves them heard
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         forkserver.ensure_running()
     finally:
@@ -82,12 +84,13 @@ def _work(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the server's, not a worker's
     prepare()
     link = attach(pipe, watched)
     # A forked worker begins where its server was started, perhaps long ago and elsewhere.
     os.chdir(folder)
     with keep_stop_requests() if stops else contextlib.nullcontext():
+        # The server is deaf to them; what came since this one was forked is heard now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         link.say("ready")
         try:
             link.join()

@@ -11,6 +11,7 @@ import functools
 import multiprocessing.util
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 from io import FileIO
@@ -20,6 +21,8 @@ from megabatch.durable import is_plain, lock
 
 _PREFIX = "megabatch-"
 _LOCK = "lock"
+DISK = "disk"
+"""where a file system may be mounted in such a folder, and nowhere else"""
 _YOUNG_SECONDS = 60.0
 """a folder this new may be on its way to its lock"""
 _LONGEST = 60
@@ -31,7 +34,7 @@ def scratch() -> Path:
     """This process's folder; those of processes that are gone are removed."""
     place = Path(tempfile.gettempdir())
     for left in place.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
             _remove_if_left(left)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
     held = lock(folder / _LOCK)
@@ -42,6 +45,14 @@ def scratch() -> Path:
     return folder
 
 
+def inside() -> dict[str, str]:
+    """The environment of a process whose temporary files go with this one's, should it be killed;
+    empty where the names in it would be too long."""
+    folder = str(scratch())
+    nested = len(folder) + len(os.path.basename(folder)) + 1
+    return {"TMPDIR": folder} if nested <= _LONGEST else {}
+
+
 def _remove_if_left(folder: Path) -> None:
     ours = folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
     old = time.time() - folder.stat().st_mtime > _YOUNG_SECONDS
@@ -49,7 +60,14 @@ def _remove_if_left(folder: Path) -> None:
         held = lock(folder / _LOCK)
         if held is not None:
             with held:
+                let_go_of(folder / DISK)
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def let_go_of(disk: Path) -> None:
+    """A file system that is mounted there, if one is: who still has files of it keeps them."""
+    if disk.is_mount():
+        subprocess.run(["umount", "--lazy", str(disk)], capture_output=True, check=True)
 
 
 def _remove_own(folder: Path, held: FileIO | None) -> None:

@@ -5,6 +5,8 @@ import gc
 import os
 import shutil
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -53,3 +55,10 @@ def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / "run"
     real_run(out, keep=1, ema=0.9)
     return out
+
+
+@pytest.fixture
+def short_tmp():
+    """A folder for a process's temporary files: sockets' names in it are short."""
+    with tempfile.TemporaryDirectory(prefix="m", dir="/tmp") as path:
+        yield Path(path)

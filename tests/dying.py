@@ -180,6 +180,9 @@ def held(line, run, first, last):
         if workers and _written(run) + 1 < last:
             break
         command.kill()
+        for worker in workers[-1:]:  # stopped, it does not hear that the command is gone
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
         command.communicate()
         gone(workers)  # whoever still writes there
         shutil.rmtree(run, ignore_errors=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import PATIENCE_SECONDS, state, until
+from waiting import PATIENCE_SECONDS, gone, state, until
 
 from megabatch.chaos.faults import KINDS, Ask, Damage, Fill, Kill, Stop, schedule
 from megabatch.chaos.job import TrainingJob, small_disk
@@ -24,6 +24,7 @@ from megabatch.chaos.rounds import disturbed, undisturbed
 from megabatch.cli import main
 from megabatch.durable import write_whole
 from megabatch.errors import INTERRUPTED, RunFailed
+from megabatch.verbs.chaos import put_away
 
 STEPS = 40
 # Goes on from its metrics, as a run does from a checkpoint; on request it ends with status 3. It
@@ -206,20 +207,62 @@ def test_a_small_disk_fills_and_is_let_go_of(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_chaos_that_is_told_to_end_leaves_nothing_behind(number, tmp_path):
-    """Neither its job, with all workers, nor its disk, nor its folder. (What the killed job had for
-    itself goes when the next process looks.)"""
+def test_a_chaos_that_is_told_to_end_leaves_nothing_behind(number, short_tmp):
+    """Neither its job, with all workers, nor its disk, nor any file."""
     line = [sys.executable, "-m", "megabatch.cli", "chaos", "digits", "--workers", "2"]
-    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    environ = os.environ | {"TMPDIR": str(short_tmp)}
     with subprocess.Popen([*line, "--epochs", "30"], env=environ) as running:
-        begun = "megabatch-*/chaos/**/metrics.jsonl"
-        until(lambda: [*tmp_path.glob(begun)], "the job's first step", running)
-        assert len(named_after(tmp_path)) >= 1
+        begun = "megabatch-*/*/**/metrics.jsonl"
+        until(lambda: [*short_tmp.glob(begun)], "the job's first step", running)
+        assert len(named_after(short_tmp)) >= 1
         running.send_signal(number)
         assert running.wait(PATIENCE_SECONDS) == INTERRUPTED
-    assert named_after(tmp_path) == []
-    assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
-    assert [*tmp_path.glob("megabatch-*/chaos")] == []
+    assert named_after(short_tmp) == []
+    assert str(short_tmp) not in Path("/proc/self/mounts").read_text()
+    assert [*short_tmp.iterdir()] == []
+
+
+HOLDING = """
+import sys
+from megabatch.chaos.job import TrainingJob, small_disk
+from megabatch.scratch import DISK, scratch
+with small_disk(scratch() / DISK, 1 << 20) as disk:
+    job = TrainingJob([sys.executable, "-c", "import time; time.sleep(1000)"], scratch() / "run")
+    job.start(resume=False)
+    print(scratch(), disk is not None, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_chaos_takes_its_job_along_and_the_next_process_lets_go_of_its_disk(short_tmp):
+    environ = os.environ | {"TMPDIR": str(short_tmp)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environ}
+    with subprocess.Popen([sys.executable, "-c", HOLDING], **pipes) as holding:
+        left, mounted = holding.stdout.readline().split()
+        jobs = [int(one) for one in named_after(short_tmp) if one != str(holding.pid)]
+        assert len(jobs) == 1
+        holding.kill()
+    assert gone(jobs)
+    mounts = Path("/proc/self/mounts").read_text
+    assert (left in mounts()) == (mounted == "True")
+    os.utime(left, (0, 0))  # it is no longer young
+    looking = "from megabatch.scratch import scratch; scratch()"
+    subprocess.run([sys.executable, "-c", looking], env=environ, check=True)
+    assert left not in mounts()
+    assert [*short_tmp.iterdir()] == []
+
+
+def test_runs_that_are_kept_leave_the_disk(tmp_path):
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    for run in (disk / "a", kept / "b"):
+        run.mkdir(parents=True)
+        (run / "summary.json").write_text("{}")
+    for run in (disk / "a", kept / "b"):
+        put_away(run, kept)
+    assert not (disk / "a").exists()
+    assert [(kept / name / "summary.json").read_text() for name in "ab"] == ["{}", "{}"]
+    put_away(kept / "b", None)
+    assert [path.name for path in kept.iterdir()] == ["a"]
 
 
 def named_after(folder):

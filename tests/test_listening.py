@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import sys
+import threading
 import types
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from test_train import CONFIG
 
 from megabatch.errors import UserError
-from megabatch.runs.listening import Logger
+from megabatch.runs.listening import Logger, TensorBoard
 from megabatch.runs.mlperf import MLPerf
 from megabatch.training import train
 
@@ -155,6 +157,18 @@ class Wandb(types.ModuleType):
 
     def finish(self, exit_code):
         self.code = exit_code
+
+
+def test_a_disk_that_fails_tensorboards_thread_is_raised_and_not_printed_as_well(tmp_path, capfd):
+    hook = threading.excepthook
+    board = TensorBoard(tmp_path / "board")
+    board.write("evaluation", {"seen": 1, "top1": 0.5})
+    shutil.rmtree(tmp_path / "board")
+    board.write("evaluation", {"seen": 2, "top1": 0.6})
+    with pytest.raises(FileNotFoundError):
+        board.end(None)
+    assert capfd.readouterr().err == ""
+    assert threading.excepthook is hook
 
 
 def test_the_logger_of_the_docs_is_ten_lines_and_works(monkeypatch, capfd):

@@ -18,6 +18,7 @@ from megabatch.cluster import Cluster
 from megabatch.elastic.processes import children
 from megabatch.errors import UserError, WorkerFailed
 from megabatch.launch import run_local
+from megabatch.stopping import SIGNALS
 
 
 def test_the_result_is_the_first_workers_and_all_of_them_ran(tmp_path):
@@ -127,13 +128,17 @@ def launcher(call, **options):
     )
 
 
-def test_workers_end_with_the_process_that_started_them(tmp_path):
-    with launcher(f"run_local(3, started.sleep, {str(tmp_path)!r})") as parent:
+def test_workers_end_with_the_process_that_started_them(tmp_path, short_tmp):
+    """And all that it leaves is one folder, which the next process removes."""
+    environ = os.environ | {"TMPDIR": str(short_tmp)}
+    with launcher(f"run_local(3, started.sleep, {str(tmp_path)!r})", env=environ) as parent:
         workers = pids(tmp_path, 3)
         servers = children(parent.pid)  # the one that workers are forked from is among them
         assert servers
         parent.kill()
     assert gone([*workers, *servers])
+    (left,) = short_tmp.iterdir()
+    assert left.name.startswith("megabatch-") and (left / "lock").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -148,9 +153,9 @@ def test_signals_are_passed_on_to_every_worker(number, tmp_path):
     assert said == f"{[number.value, number.value]}\n"
 
 
-def test_the_server_that_forks_is_deaf_to_ctrl_c_and_workers_are_not():
-    assert run_local(1, who_is_deaf) == (True, False)
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+def test_the_server_that_forks_is_deaf_to_requests_to_stop_and_workers_are_not():
+    assert run_local(1, who_is_deaf) == ({*SIGNALS}, set())
+    assert not {*SIGNALS} & signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def who_is_deaf():
@@ -161,7 +166,7 @@ def who_is_deaf():
 def deaf(process):
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     (blocked,) = [line.split()[1] for line in lines if line.startswith("SigBlk")]
-    return bool(int(blocked, 16) & 1 << signal.SIGINT - 1)
+    return {number for number in SIGNALS if int(blocked, 16) & 1 << number - 1}
 
 
 def test_what_workers_print_is_not_lost():

@@ -325,6 +325,48 @@ def test_parquet_as_hugging_face_lays_it_out(tmp_path):
         open_origin(tmp_path / "hf")
 
 
+def of_labels(labels, images=None):
+    images = [{"bytes": b"x" * 40}] * len(labels) if images is None else images
+    return pyarrow.table({"image": images, "label": labels})
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (of_labels(pyarrow.array([], pyarrow.int64()), []), "has no training images with labels"),
+        (of_labels(pyarrow.array([None, 1])), "has no training images with labels"),
+        (of_labels([1 << 40]), "there is no class 1099511627776"),
+        (of_labels([-(1 << 40)]), "has no training images with labels"),
+        (of_labels([(1 << 31) - 1]), "there is no class 2147483647"),
+        (of_labels([1.5]), "its labels are double, not whole numbers"),
+        (
+            of_labels([0] * MANY, pyarrow.array([{"bytes": None}] * MANY)),
+            "it claims more images than it has bytes",
+        ),
+    ],
+)
+def test_parquet_that_lies_is_refused(tmp_path, table, words):
+    path = tmp_path / "a.parquet"
+    with parquet.ParquetWriter(path, table.schema, compression="zstd") as writer:
+        if len(table):  # otherwise it has not even an empty group of rows
+            writer.write_table(table)
+    with pytest.raises(UserError, match=words):
+        open_origin(path)
+
+
+@pytest.mark.parametrize(
+    "names", [["a.parquet"], ["train-images-idx3-ubyte", "train-labels-idx1-ubyte"]]
+)
+def test_pipes_in_place_of_data_are_not_waited_for(tmp_path, names):
+    for name in names:
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError):
+        open_origin(tmp_path)
+
+
 def cifar_rows(seed, count, classes):
     generator = numpy.random.default_rng(seed)
     return (

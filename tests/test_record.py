@@ -132,6 +132,16 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
     assert "metrics.jsonl is missing" in record.read(folder).faults
 
 
+def test_metrics_without_end_are_not_read(tmp_path):
+    path = made_up(tmp_path / "run") / "metrics.jsonl"
+    os.truncate(path, 1 << 42)  # no block of it is there
+    for read in (record.read, record.glance):
+        assert read(path.parent).faults == [
+            "metrics.jsonl cannot be read: it is larger than it can be"
+        ]
+    assert list(record.Tail(path).new_lines()) == []
+
+
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="is not the folder of a run"):
         record.read(tmp_path / "nothing")

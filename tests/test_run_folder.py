@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,6 +206,30 @@ def test_who_writes_a_folder_is_named_and_lets_go_by_dying(tmp_path, monkeypatch
             session(tmp_path, 3, 1)
 
 
+def test_a_folder_that_was_moved_during_the_run_is_not_begun_again(tmp_path):
+    """Neither by a checkpoint nor by a summary; a writer of its own names the file."""
+    place, held = tmp_path / "run", Held(*trained([]))
+
+    def save(run):
+        run.save(State(), held)
+        run.wait()
+
+    def log(run):
+        (place / "events").open("xb").close()
+
+    words = "cannot be written: No such file or directory; it was moved or removed; --resume goes"
+    for number, write in enumerate((save, log, lambda run: run.write("summary.json", {}))):
+        with (
+            pytest.raises(RunFailed, match=words),
+            RunFolder(place, replace(CONFIG, keep=1), ALONE) as run,
+        ):
+            run.begin(False, held)
+            place.rename(tmp_path / f"moved-{number}")
+            write(run)
+        assert not place.exists()
+    assert session(tmp_path / "moved-0", 1, 1)[0][0] == 0
+
+
 # --- what lies in it ---------------------------------------------------------------------------
 
 
@@ -250,6 +274,11 @@ def test_only_plain_files_of_bounded_size_are_opened(saved, name):
     with path.open("wb") as file:
         file.truncate(1 << 42)  # no block of it is there
     assert checkpoint.newest(saved.parent) is None
+    with path.open("wb") as file:
+        file.truncate(1 << 34)  # such a one there may be, but not here: it is not read for minutes
+    began = time.process_time()
+    assert checkpoint.newest(saved.parent) is None
+    assert time.process_time() - began < 1
     path.unlink()
     assert checkpoint.newest(saved.parent) is None
     aside.rename(path)
@@ -420,13 +449,6 @@ def test_a_folders_links_are_not_followed(finished, tmp_path):
 
 
 # --- processes ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def short_tmp():
-    """Sockets' names are short."""
-    with tempfile.TemporaryDirectory(prefix="m", dir="/tmp") as path:
-        yield Path(path)
 
 
 def start(place, *arguments, **options):

@@ -6,6 +6,7 @@ Linux alone tells whose child a process is, and lets a limit be set for another.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import resource
@@ -21,9 +22,11 @@ from typing import Any
 
 from megabatch.elastic.processes import children
 from megabatch.errors import RunFailed
+from megabatch.scratch import inside, let_go_of
 
 _LAST_LINES = 60
 _TAIL_BYTES = 1 << 16
+_LIBC = ctypes.CDLL(None)
 
 
 class TrainingJob:
@@ -61,6 +64,8 @@ class TrainingJob:
             text=True,
             errors="replace",
             start_new_session=True,
+            preexec_fn=_end_with_parent,
+            env=os.environ | inside(),
         )
         # A pipe, not a file: on a full disk a job must still be able to say so.
         self._reading = threading.Thread(target=self._read, args=(self._process.stdout,))
@@ -178,6 +183,12 @@ class TrainingJob:
         return workers or [self._process.pid]
 
 
+def _end_with_parent() -> None:
+    """Ask the kernel to kill this process with the one that started it."""
+    set_parent_death_signal = 1
+    _LIBC.prctl(set_parent_death_signal, signal.SIGKILL)
+
+
 def _is_server(pid: int) -> bool:
     """Whether it is the process that workers are forked from."""
     with contextlib.suppress(OSError):
@@ -198,5 +209,7 @@ def small_disk(place: Path, nbytes: int) -> Iterator[Path | None]:
     try:
         yield place if mounted else None
     finally:
-        if mounted and subprocess.run(["umount", str(place)], capture_output=True).returncode:
-            raise RunFailed(f"the small disk at {place} cannot be let go of: umount it")
+        try:
+            let_go_of(place)
+        except subprocess.CalledProcessError:
+            raise RunFailed(f"the small disk at {place} cannot be let go of: umount it") from None

@@ -10,10 +10,12 @@ A *world* is the workers that train together. One goes after another:
                                       or nothing; it may ask for another number of workers
                            begun      the run's folder is this run's: a restart resumes from it
                            pulse      it lives
+                           felt       a sum failed, perhaps of a lost worker
                            result, mistake, explained, failure, interrupted: how its work ended
     supervisor -> worker   world      rank, size and store of the next world
                            lost       a member of this world is gone: come out of it, and join
                            leave      it is not needed any more
+                           heard      the answer to felt; lost, if one is, comes soon after
 
 When a member ends without a word, the supervisor starts another in its place and tells the rest;
 one that gives no pulse for long, or lets the others wait too long, is ended first. Each of the rest

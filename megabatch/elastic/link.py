@@ -19,7 +19,7 @@ from megabatch.elastic.severing import sever
 
 _PULSE_SECONDS = 1.0
 _WORD_SECONDS = 5.0
-"""for the supervisor to say that a worker is gone, after others have felt it"""
+"""for the supervisor to say that a worker is gone, after it was told that others have felt it"""
 
 Standing = tuple[int, ...]
 """how far the state is that a worker holds: they compare, the furthest is the largest"""
@@ -69,7 +69,7 @@ class Link:
         self.world: World | None = None
         self._pipe = pipe
         self._sending, self._changed = threading.Lock(), threading.Condition()
-        self._lost = self._dismissed = False
+        self._lost = self._dismissed = self._answered = False
         self._to_tell: list[Callable[[], None]] = []
         threading.Thread(target=self._listen, name="link", daemon=True).start()
 
@@ -110,10 +110,14 @@ class Link:
 
     def explains(self, error: Exception) -> bool:
         """Whether an error came of a lost worker; what torch.distributed raises may come before
-        the supervisor's word."""
+        the supervisor's word, which may be stopped itself or on a machine that is too busy."""
+        if not isinstance(error, RuntimeError | OSError):
+            return self._lost
+        self._answered = False
+        self.say("felt")
         with self._changed:
-            felt = isinstance(error, RuntimeError | OSError)
-            return self._changed.wait_for(lambda: self._lost, _WORD_SECONDS if felt else 0)
+            self._changed.wait_for(lambda: self._lost or self._answered)
+            return self._changed.wait_for(lambda: self._lost, _WORD_SECONDS)
 
     @contextlib.contextmanager
     def telling(self, call: Callable[[], None]) -> Iterator[None]:
@@ -159,6 +163,8 @@ class Link:
                 self.world = value
             elif kind == "leave":
                 self._dismissed = True
+            elif kind == "heard":
+                self._answered = True
             elif self.world is not None and self.world.number == value:
                 self._lost = True
                 if self.all_or_none:

@@ -8,6 +8,7 @@ stands.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import shutil
@@ -72,6 +73,8 @@ class Member:
     recalled: float | None = None
     """when it was told to come out"""
     heard: float = 0.0
+    ended: bool = False
+    """for its silence"""
     dismissed: bool = False
 
     def tell(self, kind: str, value: Any = None) -> None:
@@ -86,13 +89,14 @@ class Member:
         return when, kind, value
 
     def signal(self, number: int) -> None:
+        # Not by multiprocessing, which takes all workers for ended when their server was killed.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
 
     def how_it_ended(self) -> str:
         self.process.join(_LEAVE_SECONDS)
         if self.process.exitcode is None:
-            self.process.kill()
+            self.signal(signal.SIGKILL)
             self.process.join()
         code = self.process.exitcode
         return f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
@@ -121,6 +125,9 @@ class Supervisor:
         self._wanted, self._on_world = workers, on_world
         self._members: list[Member] = []
         self._worlds = 0
+        self._looked = 0.0
+        """when it last began to listen: only then a worker can have been silent for long, should
+        this process have been stopped itself"""
         self._lost = 0
         self._stillborn = 0
         self._whole = False
@@ -141,7 +148,7 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         for member in self._members:
-            member.process.kill()
+            member.signal(signal.SIGKILL)
         for member in self._members:
             member.process.join()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -169,6 +176,7 @@ class Supervisor:
     # --- what workers say
 
     def _hear(self) -> None:
+        self._looked = time.monotonic()
         pipes = {member.pipe: member for member in self._members}
         quiet = None if not self._losses.survivable else _LOOK_SECONDS
         received = [(*pipes[pipe].receive(), pipes[pipe]) for pipe in wait(list(pipes), quiet)]  # type: ignore[index]
@@ -186,6 +194,9 @@ class Supervisor:
 
     def _on_pulse(self, member: Member, _: object) -> None:
         """That it was heard is all."""
+
+    def _on_felt(self, member: Member, _: object) -> None:
+        member.tell("heard")
 
     def _on_begun(self, member: Member, _: object) -> None:
         self._begun = True
@@ -263,15 +274,16 @@ class Supervisor:
     def _look_for_silent(self) -> None:
         if not self._losses.survivable:
             return
-        now = time.monotonic()
+        now = self._looked
         for member in self._members:
             patience = self._losses.silent_seconds
             silent = now - member.heard > (patience if member.ready else _START_SECONDS)
             stuck = member.recalled is not None and now - member.recalled > _OUT_SECONDS
-            if silent or stuck:
+            if (silent or stuck) and not member.ended:
                 quiet = f"silent for {now - member.heard:.0f} s"
                 self._print(f"{self._name(member)} is {quiet if silent else 'stuck'}: it is ended")
-                member.process.kill()  # its pipe tells the rest
+                member.ended = True
+                member.signal(signal.SIGKILL)  # its pipe tells the rest
 
     def _break_up(self) -> None:
         """Have all come out of a world that is not whole any more."""
@@ -299,7 +311,8 @@ class Supervisor:
                 process, pipe = self._start()
             except OSError as error:
                 if not self._enough():
-                    raise WorkerFailed(f"no worker can be started: {error}") from error
+                    hint = ": raise it with ulimit -n" if error.errno == errno.EMFILE else ""
+                    raise WorkerFailed(f"no worker can be started: {error}{hint}") from error
                 self._try_again = time.monotonic() + _AGAIN_SECONDS
                 return
             self._members.append(Member(slot, process, pipe, heard=time.monotonic()))

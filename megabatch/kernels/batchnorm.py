@@ -41,13 +41,13 @@ def affine(
 ) -> Affine:
     """The affine map of each span's batch norm; its mean and unbiased variance are written to
     `statistics` (spans x 2 channels, its rows any distance apart)."""
-    cut, launch, grid = rows_of(x, span, MOMENTS)
+    cut, programs, grid = rows_of(x, span, MOMENTS)
     slots = torch.empty(
         (cut.spans, cut.parts, 2, cut.channels), dtype=torch.float32, device=x.device
     )
     _moments[grid](
         x, slots, cut.rows, cut.parts, cut.each, cut.channels,
-        launch.rows, launch.columns, STAGES, num_warps=launch.warps,
+        programs.rows, programs.columns, STAGES, num_warps=programs.warps,
     )  # fmt: skip
     return affine_of_slots(slots, cut, weight, bias, eps, statistics)
 
@@ -78,7 +78,7 @@ def apply(
 
     With `sums` also the column sums of the result by span and part (spans x parts x channels).
     """
-    cut, launch, grid = rows_of(x, span, APPLY_AND_SUM if sums else APPLY)
+    cut, programs, grid = rows_of(x, span, APPLY_AND_SUM if sums else APPLY)
     out = torch.empty_like(x)
     slots = None
     if sums:
@@ -91,7 +91,7 @@ def apply(
         x, x if residual is None else residual, out, found.scale, found.shift,
         other.scale, other.shift, slots,
         cut.rows, cut.parts, cut.each, cut.channels, relu, kind, sums,
-        launch.rows, launch.columns, num_warps=launch.warps,
+        programs.rows, programs.columns, num_warps=programs.warps,
     )  # fmt: skip
     return out, slots
 

@@ -29,22 +29,22 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias. ReLU's mask is recomputed from x; `out` may be `gradient`
     itself, which is then written over."""
-    cut, launch, grid = rows_of(x, span, BACKWARD_SUMS)
+    cut, programs, grid = rows_of(x, span, BACKWARD_SUMS)
     slots = torch.empty(
         (cut.spans, cut.parts, 2, cut.channels), dtype=torch.float32, device=x.device
     )
     _backward_sums[grid](
         gradient, x, found.scale, found.shift, found.mean, found.inverse, slots,
         cut.rows, cut.parts, cut.each, cut.channels, relu,
-        launch.rows, launch.columns, STAGES, num_warps=launch.warps,
+        programs.rows, programs.columns, STAGES, num_warps=programs.warps,
     )  # fmt: skip
     factors, d_weight, d_bias = factors_of_slots(slots, found, cut.rows)
     out = torch.empty_like(x) if out is None else out
-    cut, launch, grid = rows_of(x, span, BACKWARD_APPLY)
+    cut, programs, grid = rows_of(x, span, BACKWARD_APPLY)
     _backward_apply[grid](
         gradient, x, found.scale, found.shift, factors, out,
         cut.rows, cut.parts, cut.each, cut.spans * cut.channels, cut.channels,
-        relu, launch.rows, launch.columns, num_warps=launch.warps,
+        relu, programs.rows, programs.columns, num_warps=programs.warps,
     )  # fmt: skip
     return out, d_weight, d_bias
 
@@ -67,7 +67,7 @@ def factors_of_slots(slots: Tensor, found: Affine, rows: int) -> tuple[Tensor, T
 def join(first: Tensor, second: Tensor | None, result: Tensor, span: int) -> tuple[Tensor, Tensor]:
     """(first + second) where `result`, which left a ReLU, is above 0, and its column sums by span
     and part (spans x parts x channels)."""
-    cut, launch, grid = rows_of(result, span, JOIN)
+    cut, programs, grid = rows_of(result, span, JOIN)
     out = torch.empty_like(result)
     slots = torch.empty(
         (cut.spans, cut.parts, cut.channels), dtype=torch.float32, device=result.device
@@ -75,7 +75,7 @@ def join(first: Tensor, second: Tensor | None, result: Tensor, span: int) -> tup
     _join[grid](
         first, first if second is None else second, result, out, slots,
         cut.rows, cut.parts, cut.each, cut.channels, second is not None,
-        launch.rows, launch.columns, num_warps=launch.warps,
+        programs.rows, programs.columns, num_warps=programs.warps,
     )  # fmt: skip
     return out, slots
 

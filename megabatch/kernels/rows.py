@@ -15,33 +15,33 @@ FEW = 8
 SLOTS = 256
 
 
-class Launch(NamedTuple):
-    """What a program takes at a time, and how many there are."""
+class Programs(NamedTuple):
+    """What each program of a launch takes at a time, and how many there are."""
 
     rows: int
     columns: int
     warps: int
-    programs: int
+    count: int
     """about: more of them hide latency; each costs its start, and a slot that a later launch
     reads"""
 
 
-class Launches(NamedTuple):
-    """Of one kernel, by the channels of a tensor."""
+class ByWidth(NamedTuple):
+    """Those of one kernel, by the channels of a tensor."""
 
-    narrow: Launch
+    narrow: Programs
     """up to 64"""
-    wide: Launch
+    wide: Programs
 
 
 # The best of a sweep on an H200 over all widths of ResNet-50, with spans of 32, 256 and 1024.
-MOMENTS = Launches(Launch(128, 64, 4, 264), Launch(128, 64, 4, 264))
-APPLY = Launches(Launch(32, 64, 4, 1056), Launch(64, 128, 8, 1056))
-APPLY_AND_SUM = Launches(Launch(32, 64, 4, 792), Launch(16, 128, 4, 792))
-BACKWARD_SUMS = Launches(Launch(64, 64, 4, 264), Launch(64, 64, 4, 264))
-BACKWARD_APPLY = Launches(Launch(32, 64, 8, 1056), Launch(16, 128, 8, 1056))
-POOL_SUMS = Launches(Launch(32, 64, 4, 1056), Launch(32, 64, 4, 1056))
-JOIN = Launches(Launch(128, 64, 4, 792), Launch(64, 128, 4, 792))
+MOMENTS = ByWidth(Programs(128, 64, 4, 264), Programs(128, 64, 4, 264))
+APPLY = ByWidth(Programs(32, 64, 4, 1056), Programs(64, 128, 8, 1056))
+APPLY_AND_SUM = ByWidth(Programs(32, 64, 4, 792), Programs(16, 128, 4, 792))
+BACKWARD_SUMS = ByWidth(Programs(64, 64, 4, 264), Programs(64, 64, 4, 264))
+BACKWARD_APPLY = ByWidth(Programs(32, 64, 8, 1056), Programs(16, 128, 8, 1056))
+POOL_SUMS = ByWidth(Programs(32, 64, 4, 1056), Programs(32, 64, 4, 1056))
+JOIN = ByWidth(Programs(128, 64, 4, 792), Programs(64, 128, 4, 792))
 
 
 class Rows(NamedTuple):
@@ -57,7 +57,7 @@ class Rows(NamedTuple):
     """rows of a part; the last may have fewer"""
 
 
-def rows_of(x: Tensor, span: int, launches: Launches) -> tuple[Rows, Launch, tuple[int, int]]:
+def rows_of(x: Tensor, span: int, by_width: ByWidth) -> tuple[Rows, Programs, tuple[int, int]]:
     """How a tensor n x c x h x w, dense and channels last, is cut, and the grid; n is a multiple of
     the span."""
     images, channels, height, width = x.shape
@@ -65,13 +65,13 @@ def rows_of(x: Tensor, span: int, launches: Launches) -> tuple[Rows, Launch, tup
         raise ValueError("batch norm by spans needs a channels-last tensor")
     if images % span:
         raise ValueError(f"{images} images are not a multiple of the span, {span}")
-    launch = launches.narrow if channels <= 64 else launches.wide
+    programs = by_width.narrow if channels <= 64 else by_width.wide
     spans, rows = images // span, span * height * width
-    blocks = triton.cdiv(channels, launch.columns)
-    wanted = max(1, launch.programs // (spans * blocks))
-    each = triton.cdiv(triton.cdiv(rows, wanted), launch.rows) * launch.rows
+    blocks = triton.cdiv(channels, programs.columns)
+    wanted = max(1, programs.count // (spans * blocks))
+    each = triton.cdiv(triton.cdiv(rows, wanted), programs.rows) * programs.rows
     cut = Rows(spans, rows, channels, triton.cdiv(rows, each), each)
-    return cut, launch, (cut.spans * cut.parts, blocks)
+    return cut, programs, (cut.spans * cut.parts, blocks)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -47,13 +47,13 @@ def pool_backward(
     """Gradients of x, weight and bias, from the gradient of the pooled result where that was above
     0 (what ReLU stopped must be 0 already)."""
     images, channels, height, width = x.shape
-    cut, launch, _ = rows_of(picked, span, POOL_SUMS)
+    cut, programs, _ = rows_of(picked, span, POOL_SUMS)
     slots = torch.empty((cut.spans, cut.parts, 2, channels), dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(channels)
     _pool_sums[(cut.spans * cut.parts,)](
         gradient, picked, found.mean, found.inverse, slots,
-        cut.rows, cut.parts, cut.each, channels, launch.rows, block,
-        num_warps=launch.warps,
+        cut.rows, cut.parts, cut.each, channels, programs.rows, block,
+        num_warps=programs.warps,
     )  # fmt: skip
     factors, d_weight, d_bias = factors_of_slots(slots, found, span * height * width)
     out = torch.empty_like(x)

@@ -144,10 +144,15 @@ class RunFolder:
         finally:
             if self._lock is not None:
                 self._lock.close()
-        # Only writing fails of these.
-        full = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-        if self._writes and isinstance(error, OSError) and error.errno in full:
+        if self._writes and isinstance(error, OSError) and self._is_ours(error):
             raise self._cannot(error) from error
+
+    def _is_ours(self, error: OSError) -> bool:
+        """Whether it is this folder that cannot be written, and not something else read."""
+        # Only writing fails of these.
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+        named, place = error.filename, os.fspath(self.path or "")
+        return full or (isinstance(named, str | bytes) and os.fsdecode(named).startswith(place))
 
     def begin(
         self,
@@ -250,6 +255,7 @@ class RunFolder:
         path, keep, snapshot, record = self.path, self._config.keep, Snapshot(saved), asdict(state)
 
         def write() -> None:
+            self._check_in_place()
             if comparison is not None and comparison.differing():
                 return
             whole = {**record, "pending": pending()}
@@ -275,7 +281,18 @@ class RunFolder:
         if self._writes:
             assert self.path is not None
             with self._in_words():
+                self._check_in_place()
                 _write_json(self.path / name, record)
+
+    def _check_in_place(self) -> None:
+        """What is written where the folder was begins no second one there."""
+        if not self._in_place:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    @property
+    def _in_place(self) -> bool:
+        assert self.path is not None
+        return (self.path / "config.json").exists()
 
     @contextlib.contextmanager
     def _in_words(self) -> Iterator[None]:
@@ -286,10 +303,14 @@ class RunFolder:
 
     def _cannot(self, error: OSError) -> RunFailed:
         assert self.path is not None
-        saved = checkpoint.newest(self.path / "checkpoints")
+        if (saved := checkpoint.newest(self.path / "checkpoints")) is not None:
+            rest = f"{saved.name} is safe, --resume goes on from it"
+        elif self._in_place:
+            rest = "nothing was saved"
+        else:
+            rest = "it was moved or removed; --resume goes on where it is now"
         return RunFailed(
-            f"the run folder {self.path} cannot be written: {error.strerror or error}; "
-            + (f"{saved.name} is safe, --resume goes on from it" if saved else "nothing was saved")
+            f"the run folder {self.path} cannot be written: {error.strerror or error}; {rest}"
         )
 
     @property

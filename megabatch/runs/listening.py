@@ -6,12 +6,14 @@ are read-only, and one of a caller's that fails is heard of once and then left a
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
 import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -86,7 +88,7 @@ class TensorBoard:
     """TensorBoard's files, with images seen as its step."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._open = folder, contextlib.ExitStack()
         self._drawn = -math.inf
         self._waiting: Facts | None = None
 
@@ -116,13 +118,34 @@ class TensorBoard:
         """Loaded when there is something to draw: it would hold up the first step."""
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(self._folder)
+        self._open.enter_context(_failures_said_once())
+        board = SummaryWriter(self._folder)
+        self._open.callback(board.close)
+        return board
 
     def end(self, summary: Facts | None) -> None:
-        if self._waiting is not None:
-            self._draw("train", self._waiting)
-        if "_board" in vars(self):
-            self._board.close()
+        with self._open:
+            if self._waiting is not None:
+                self._draw("train", self._waiting)
+
+
+@contextlib.contextmanager
+def _failures_said_once() -> Iterator[None]:
+    """A disk that fails TensorBoard's thread is said where the thread is next given something, or
+    closed: as a traceback of its own it need not be."""
+    before = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        theirs = type(failed.thread).__module__.startswith("tensorboard.")
+        if not (theirs and isinstance(failed.exc_value, OSError)):
+            before(failed)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        if threading.excepthook is hook:
+            threading.excepthook = before
 
 
 def finite(record: Facts) -> dict[str, Any]:

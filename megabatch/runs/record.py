@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,8 @@ STEP_NUMBERS = (
 )  # fmt: skip
 _MOST_LINE = 1 << 20
 _MOST_JSON = 16 << 20
+_MOST_METRICS = 4 << 30
+"""bytes of ten million steps"""
 _SILENT_SECONDS = 120.0
 """a run that says nothing for so long, and for ten of its own steps, may have been killed"""
 _GONE_SECONDS = 20.0
@@ -269,6 +270,8 @@ def glance_files(path: Path) -> Record:
         record.faults.append("metrics.jsonl is missing")
     elif not os.access(metrics, os.R_OK):
         record.faults.append("metrics.jsonl cannot be read: check its permissions")
+    elif metrics.lstat().st_size > _MOST_METRICS:
+        record.faults.append("metrics.jsonl cannot be read: it is larger than it can be")
     ages = {name: _age(path / name) for name in (
         "config.json", "environment.json", "metrics.jsonl", "summary.json", "diagnosis.json"
     )}  # fmt: skip
@@ -342,7 +345,7 @@ def _object(path: Path, faults: list[str]) -> dict[str, Any]:
 
 def _opened(path: Path) -> BinaryIO:
     try:
-        return open_plain(path, sys.maxsize)
+        return open_plain(path, _MOST_METRICS)
     except OSError:
         return open(os.devnull, "rb")
 

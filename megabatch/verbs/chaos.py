@@ -19,7 +19,7 @@ from megabatch.chaos.job import TrainingJob, small_disk
 from megabatch.chaos.rounds import Outcome, Stop, disturbed, undisturbed
 from megabatch.config import Config
 from megabatch.errors import DONE, FAILED, UserError, nearest
-from megabatch.scratch import scratch
+from megabatch.scratch import DISK, scratch
 from megabatch.stopping import answering
 from megabatch.verbs.help import show_help
 from megabatch.verbs.parsing import parse
@@ -74,7 +74,7 @@ def run(arguments: list[str]) -> int:
     # Whoever started a job and mounted a disk ends the one and lets go of the other.
     with answering(asked.append):
         try:
-            with small_disk(place / "disk", _DISK_BYTES) as disk:
+            with small_disk(scratch() / DISK, _DISK_BYTES) as disk:
                 if disk is None:
                     say("no disk of its own (that needs root): a limit on files stands for one")
                 outcomes = _rounds(chaos, config, place, disk, lambda: bool(asked))
@@ -136,16 +136,25 @@ def _rounds(
     flags += ["--max-restarts", "1000"]
     command = [sys.executable, "-m", "megabatch.cli", "train", str(written), *flags]
     say(f"the undisturbed run, on {chaos.workers} workers")
-    whole = undisturbed(TrainingJob(command, (disk or place) / "whole"), stop)
+    runs = disk or place
+    whole = undisturbed(TrainingJob(command, runs / "whole"), stop)
+    put_away(runs / "whole", place if chaos.keep_runs else None)
     outcomes = []
     for number in [chaos.round] if chaos.round else range(1, chaos.rounds + 1):
         faults = schedule(config.seed, number, chaos.faults, chaos.workers, chaos.kinds)
         planned = ", ".join(f"at {fault.at:.0%} {fault}" for _, fault in faults)
         say(f"round {number}: {planned}")
-        out = (disk or place) / f"round-{number}"
+        out = runs / f"round-{number}"
         outcomes.append(disturbed(TrainingJob(command, out, disk), faults, whole, say, stop))
         how = "equal" if outcomes[-1].equal else "NOT EQUAL"
         say(f"round {number}: {how}, begun {outcomes[-1].begun} times")
-        if disk is not None or chaos.keep_runs is None:
-            shutil.rmtree(out, ignore_errors=True)
+        put_away(out, place if chaos.keep_runs else None)
     return outcomes
+
+
+def put_away(out: Path, kept: Path | None) -> None:
+    """Make room for the next run; those that are kept leave the small disk, which goes."""
+    if kept is not None and out.parent != kept:
+        shutil.copytree(out, kept / out.name)
+    if kept is None or out.parent != kept:
+        shutil.rmtree(out, ignore_errors=True)

@@ -28,7 +28,7 @@ from megabatch.verbs.examples import show_examples
 from megabatch.verbs.help import WIDE, show_help
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.sizing import doubts, recipe_named, sized
-from megabatch.verbs.workers import how_many, keeping_stop_requests, on_workers, started_here
+from megabatch.verbs.workers import how_many, on_workers, started_here
 from megabatch.verbs.writing import say, say_result, write_out
 
 _WITHOUT_GPU = 2
@@ -88,11 +88,6 @@ class Given:
 
 
 def run(arguments: list[str]) -> int:
-    with keeping_stop_requests():
-        return _run(arguments)
-
-
-def _run(arguments: list[str]) -> int:
     recipe = recipe_named("study", arguments, "or the config.json of a run")
     if recipe is None:
         return _help("--help-all" in arguments)

@@ -29,7 +29,6 @@ from megabatch.verbs.workers import (
     MOST_WORKERS,
     check_workers,
     how_many,
-    keeping_stop_requests,
     on_workers,
     started_here,
 )
@@ -81,11 +80,6 @@ class TrainFlags:
 
 
 def run(arguments: list[str]) -> int:
-    with keeping_stop_requests():
-        return _run(arguments)
-
-
-def _run(arguments: list[str]) -> int:
     name = recipe_named("train", arguments, "or the config.json of a run")
     if name is None:
         return _help("--help-all" in arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,10 @@ from megabatch.elastic.supervisor import Losses
 from megabatch.errors import UserError
 from megabatch.launch import run_local
 from megabatch.place import place_by, under_launcher
-from megabatch.stopping import keep_stop_requests
 from megabatch.verbs.writing import say
 
 _NO_LOSSES = Losses()
 MOST_WORKERS = 1024  # of one machine: more are a slip of the finger
-
-
-def keeping_stop_requests() -> AbstractContextManager[None]:
-    """While workers are started; under a launcher a worker that waits for others had better end at
-    once."""
-    return nullcontext() if under_launcher() else keep_stop_requests()
 
 
 def on_workers(

@@ -18,7 +18,7 @@ import dying
 import pytest
 from dying import await_steps, died, disturbed
 from ports import free_ports
-from waiting import gone
+from waiting import gone, until
 
 pytestmark = [pytest.mark.systems, pytest.mark.timeout(600)]
 
@@ -146,6 +146,52 @@ def test_a_run_that_is_told_to_stop_while_a_worker_is_lost_stops(environ, alone,
         assert await_steps(out, 5, training)
         os.kill(dying.workers_of(training.pid)[-1], signal.SIGKILL)
         training.terminate()
+        assert training.wait(WAIT_SECONDS) == 3
+    done = subprocess.run(
+        [*line, "--resume"], env=environ, capture_output=True, text=True, check=True
+    )
+    assert (result(done.stdout)["weights_sha256"], dying.steps_of(out)) == alone(3)
+
+
+def test_a_supervisor_that_was_stopped_itself_replaces_who_was_lost_meanwhile(
+    environ, alone, tmp_path
+):
+    """For longer than its patience, so that it has heard of nobody; and the server that workers are
+    forked from is killed too."""
+    out = tmp_path / "run"
+    line = [*MEGABATCH, "--workers", "3", "--epochs", "3", "--patience", "3", "--out", str(out)]
+    with subprocess.Popen(
+        line, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as training:
+        assert await_steps(out, 5, training)
+        (server,) = (one for one in dying.children(training.pid) if dying.children(one))
+        workers = dying.workers_of(training.pid)
+        training.send_signal(signal.SIGSTOP)
+        os.kill(server, signal.SIGKILL)
+        os.kill(workers[1], signal.SIGKILL)
+        time.sleep(8)  # longer than anybody's patience with it
+        training.send_signal(signal.SIGCONT)
+        assert await_steps(out, 15, training)
+        os.kill(workers[0], signal.SIGSTOP)  # of the server that is gone
+        said, words = training.communicate(timeout=WAIT_SECONDS)
+    assert training.returncode == 0, words
+    assert (result(said)["weights_sha256"], dying.steps_of(out)) == alone(3)
+    assert words.count("silent for") == 1 and words.count(", replaced") == 2
+    assert gone(workers)
+
+
+@pytest.mark.parametrize("steps", [0, 5], ids=["starting", "training"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_scheduler_tells_all_processes_to_stop(number, steps, environ, alone, tmp_path):
+    """As Slurm does before a job's time is up: the supervisor, its workers and who forks them."""
+    out = tmp_path / "run"
+    line = [*MEGABATCH, "--workers", "3", "--epochs", "3", "--out", str(out)]
+    with subprocess.Popen(
+        line, env=environ, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as training:
+        until(lambda: dying.children(training.pid), "the server that forks workers", training)
+        assert await_steps(out, steps, training)
+        os.killpg(training.pid, number)
         assert training.wait(WAIT_SECONDS) == 3
     done = subprocess.run(
         [*line, "--resume"], env=environ, capture_output=True, text=True, check=True

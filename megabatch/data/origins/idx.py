@@ -85,7 +85,8 @@ def open_at(path: Path) -> Arrays:
 
 def _pair(path: Path, part: str) -> tuple[Path | None, Path | None]:
     def one(what: str) -> Path | None:
-        return next(iter(sorted(path.glob(f"*{part}-{what}*ubyte*"))), None)
+        found = sorted(path.glob(f"*{part}-{what}*ubyte*"))
+        return next((file for file in found if file.is_file()), None)
 
     return one("images"), one("labels")
 

@@ -17,6 +17,7 @@ from megabatch.data.origins.expanding import bound_of
 from megabatch.data.origins.folders import VAL_NAMES
 from megabatch.errors import UserError
 
+_MOST_CLASSES = 1 << 20
 _KEPT = 3  # row groups in memory: threads that read in order touch two at a time
 
 
@@ -93,10 +94,12 @@ def open_at(path: Path) -> Parquet:
     for file in [file for file in files if file not in val] + val:
         try:
             with parquet.ParquetFile(file) as opened:
+                if opened.metadata.num_rows > file.stat().st_size:
+                    raise ValueError("it claims more images than it has bytes")
                 names = names or _class_names(opened.schema_arrow)
                 for group in range(opened.num_row_groups):
                     some = opened.read_row_group(group, columns=["label"]).column("label")
-                    labels.append(numpy.asarray(some.to_numpy(), numpy.int32))
+                    labels.append(_classes_of(some))
                     groups.append((file, group))
                     rows.append(len(some))
                     train += 0 if file in val else len(some)
@@ -105,7 +108,7 @@ def open_at(path: Path) -> Parquet:
                 f"{file} is not parquet with columns image.bytes and label: "
                 f"{str(error).splitlines()[0]}"
             ) from None
-    together = numpy.concatenate(labels)
+    together = numpy.concatenate([numpy.zeros(0, numpy.int32), *labels])
     if train == 0 or together.min() < 0:
         raise UserError(f"{path} has no training images with labels: -1 stands for none")
     names = names or [str(label) for label in range(int(together.max()) + 1)]
@@ -113,15 +116,29 @@ def open_at(path: Path) -> Parquet:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.suffix == ".parquet":
+    if path.suffix == ".parquet" and path.is_file():
         return [path]
     if not path.is_dir():
         return []
-    found = sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
+    found = [file for file in sorted(path.glob("*.parquet")) if file.is_file()]
+    found = found or [file for file in sorted(path.glob("data/*.parquet")) if file.is_file()]
     # Hugging Face's test part of ImageNet has no labels; validation is the part to use.
     if any(file.name.startswith("val") for file in found):
         found = [file for file in found if not file.name.startswith("test")]
     return found
+
+
+def _classes_of(column: Any) -> NDArray[numpy.int32]:
+    """Labels as they are: none of them becomes another by a conversion; -1 where there is none."""
+    from pyarrow import types
+
+    if not types.is_integer(column.type):
+        raise TypeError(f"its labels are {column.type}, not whole numbers")
+    found = column.fill_null(column.type.to_pandas_dtype()(0)).to_numpy()
+    none = column.is_null().to_numpy() | (found < 0)
+    if found.size and found.max() >= _MOST_CLASSES:
+        raise ValueError(f"there is no class {found.max()}")
+    return numpy.where(none, -1, found).astype(numpy.int32)
 
 
 def _class_names(schema: Any) -> list[str]:
