@@ -70,9 +70,8 @@ class SpanBatchNorm(_BatchNorm):
         # With momentum 1 the "moving averages" that a call updates are the batch's own statistics.
         dtype = _statistics_dtype(x)
         if groups == 1:
-            self.statistics = x.new_zeros(2, self.num_features, dtype=dtype)
-            mean, var = self.statistics.unbind()
-            return self._one_span(x, mean, var, self.weight, self.bias)
+            self.statistics = found = x.new_zeros(2, self.num_features, dtype=dtype)
+            return self._one_span(x, *found.unbind(), self.weight, self.bias)
         found = x.new_zeros(2, groups, self.num_features, dtype=dtype)
         # A part of the images is a view of them, in any memory layout; their gradients are summed
         # over spans at once.
@@ -88,8 +87,10 @@ class SpanBatchNorm(_BatchNorm):
     def _one_span(
         self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        out: Tensor = nn.functional.batch_norm(x, mean, var, weight, bias, True, 1.0, self.eps)
-        return out
+        # As nn.functional has it, without its checks, which cost a small net as much as the sums.
+        return torch.batch_norm(
+            x, weight, bias, mean, var, True, 1.0, self.eps, torch.backends.cudnn.enabled
+        )
 
 
 def _normalise_on(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:

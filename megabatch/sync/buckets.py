@@ -23,6 +23,9 @@ from megabatch.sync.senders import Exposed, Lane, Planned
 from megabatch.sync.summation import Bucket, OnPhase, TreeSum, buckets_of
 from megabatch.tree import deal
 
+_SHORT = 8192
+"""numbers of a gradient: to copy them costs less than a call of their own"""
+
 
 class GradientSum:
     """The bucket engine: begin(count), backward(...) for each micro-batch dealt here, then
@@ -222,7 +225,10 @@ class GradientSum:
         return found
 
     def _square_where_they_lie(self) -> Tensor:
-        runs = map(flat, self._gradients())
+        runs = [flat(gradient) for gradient in self._gradients()]
+        short = [run for run in runs if run.numel() <= _SHORT]
+        if len(short) > 1:
+            runs = [torch.cat(short), *(run for run in runs if run.numel() > _SHORT)]
         return torch.stack([run.dot(run) for run in runs]).sum()
 
     def _arrived(self, bucket: Bucket, _: Tensor) -> None:
