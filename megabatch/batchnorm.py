@@ -71,7 +71,8 @@ class SpanBatchNorm(_BatchNorm):
         dtype = _statistics_dtype(x)
         if groups == 1:
             self.statistics = found = x.new_zeros(2, self.num_features, dtype=dtype)
-            return self._one_span(x, *found.unbind(), self.weight, self.bias)
+            mean, var = found.unbind()
+            return self._one_span(x, mean, var, self.weight, self.bias)
         found = x.new_zeros(2, groups, self.num_features, dtype=dtype)
         # A part of the images is a view of them, in any memory layout; their gradients are summed
         # over spans at once.

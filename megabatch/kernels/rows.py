@@ -21,7 +21,7 @@ class Programs(NamedTuple):
     rows: int
     columns: int
     warps: int
-    count: int
+    number: int
     """about: more of them hide latency; each costs its start, and a slot that a later launch
     reads"""
 
@@ -68,7 +68,7 @@ def rows_of(x: Tensor, span: int, by_width: ByWidth) -> tuple[Rows, Programs, tu
     programs = by_width.narrow if channels <= 64 else by_width.wide
     spans, rows = images // span, span * height * width
     blocks = triton.cdiv(channels, programs.columns)
-    wanted = max(1, programs.count // (spans * blocks))
+    wanted = max(1, programs.number // (spans * blocks))
     each = triton.cdiv(triton.cdiv(rows, wanted), programs.rows) * programs.rows
     cut = Rows(spans, rows, channels, triton.cdiv(rows, each), each)
     return cut, programs, (cut.spans * cut.parts, blocks)
