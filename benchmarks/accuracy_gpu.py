@@ -18,14 +18,25 @@ from machine import on_gpu, so_far
 
 import megabatch as mb
 from megabatch import passes
+from megabatch.config import OptimizerConfig
 
 WAYS = ("kernels", "plain, compiled")
 
 
+LARS = OptimizerConfig(trust=0.001, form="pytorch", weight_decay=5e-5, unadapted_rate=0.1)
+RATES = {1024: 10.0, 4096: 24.0}
+
+
 def tiny30(pack, batch):
-    """Of the images in a pack, evaluated at the end alone."""
+    """Of the images in a pack, with LARS, evaluated at the end alone."""
     config = mb.recipes.tiny30(batch)
-    return replace(config, data=replace(config.data, path=pack), eval_every=0)
+    return replace(
+        config,
+        data=replace(config.data, path=pack),
+        optimizer=LARS,
+        lr=replace(config.lr, reference=RATES[batch], per=batch, warmup=5, power=2),
+        eval_every=0,
+    )
 
 
 @contextmanager

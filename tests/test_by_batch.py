@@ -37,6 +37,9 @@ def test_a_recipe_at_a_row_has_the_rows_numbers(name):
         assert config.lr.warmup == row.warmup
         assert config.optimizer.momentum == row.momentum
         assert config.optimizer.weight_decay == row.weight_decay
+        if hasattr(row, "optimizer"):
+            said = {"sgd": ("lars", None), "lars": ("lars", 0.001), "muon": ("muon", 0.001)}
+            assert (config.optimizer.name, config.optimizer.trust) == said[row.optimizer]
 
 
 @given(st.integers(0, len(ROWS) - 2), st.floats(0, 1), st.floats(0, 1))
@@ -62,10 +65,10 @@ def test_halfway_in_doublings_is_halfway_in_rate():
 
 def test_between_sgd_and_lars_there_is_nothing_to_interpolate():
     below, above = LONG[0], LONG[1]
-    assert (below.trust, above.trust) == (None, 0.001)
+    assert (below.optimizer, above.optimizer) == ("sgd", "lars")
     near_sgd, near_lars = row_at(LONG, 1.5 * below.batch), row_at(LONG, above.batch / 1.5)
-    assert near_sgd.trust is None and near_sgd.rate == pytest.approx(1.5 * below.rate)
-    assert near_lars.trust == 0.001 and near_lars.rate == pytest.approx(above.rate / 1.5)
+    assert near_sgd.optimizer == "sgd" and near_sgd.rate == pytest.approx(1.5 * below.rate)
+    assert near_lars.optimizer == "lars" and near_lars.rate == pytest.approx(above.rate / 1.5)
 
 
 @given(st.integers(5, 11))

@@ -149,8 +149,11 @@ def test_mistakes_are_one_sentence(flags, sentence):
 
 @pytest.mark.parametrize("name", ARMS)
 def test_every_arm_is_a_good_config_that_differs_from_the_recipe(name):
-    lars = mb.recipes.named("tiny30", batch=4096)
-    if name in ("bf16", "span64", "moving_average", "share_10th", "pytorch_form"):
+    lars = ARMS["lars"].change(mb.recipes.named("tiny30", batch=4096))
+    if name == "lars":
+        lars = mb.recipes.named("tiny30", batch=4096)
+        assert lars.optimizer.name == "muon"
+    elif name in ("bf16", "span64", "moving_average", "share_10th", "pytorch_form"):
         lars = mb.recipes.named("mlperf", batch=32768)
         lars = replace(lars, bn_momentum=1.0)
     elif name in ("constant_warmup", "fixed_rate", "sqrt_rate"):

@@ -42,7 +42,7 @@ def row_at(rows: Sequence[Row], batch: float) -> Row:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    return bool(getattr(one, "trust", None) == getattr(other, "trust", None))
+    return bool(getattr(one, "optimizer", None) == getattr(other, "optimizer", None))
 
 
 def _between(low: float, high: float, share: float) -> float:

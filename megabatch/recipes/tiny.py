@@ -16,9 +16,10 @@ IMAGES = 100_000
 class TinyRow(NamedTuple):
     batch: int
     epochs: float
-    trust: float | None
-    """LARS's coefficient; None: SGD"""
+    optimizer: str
+    """sgd, lars or muon"""
     rate: float
+    """of lars and muon times a trust coefficient of 0.001"""
     warmup: float
     """epochs"""
     momentum: float
@@ -29,16 +30,16 @@ class TinyRow(NamedTuple):
 
 # All numbers that were chosen for these images, by the length of the run.
 LONG = (
-    TinyRow(256, 90, None, 0.1, 5, 0.9, 1e-4, 1.0),
-    TinyRow(1024, 90, 0.001, 10.0, 5, 0.9, 5e-5, 0.1),
-    TinyRow(4096, 90, 0.001, 24.0, 5, 0.9, 5e-5, 0.1),
-    TinyRow(8192, 90, 0.001, 36.0, 5, 0.9, 5e-5, 0.1),
+    TinyRow(256, 90, "sgd", 0.1, 5, 0.9, 1e-4, 1.0),
+    TinyRow(1024, 90, "lars", 10.0, 5, 0.9, 5e-5, 0.1),
+    TinyRow(4096, 90, "lars", 24.0, 5, 0.9, 5e-5, 0.1),
+    TinyRow(8192, 90, "lars", 36.0, 5, 0.9, 5e-5, 0.1),
 )
 SHORT = (
-    TinyRow(256, 30, None, 0.1, 2, 0.9, 1e-4, 1.0),
-    TinyRow(1024, 30, 0.001, 10.0, 5, 0.9, 5e-5, 0.1),
-    TinyRow(4096, 30, 0.001, 24.0, 5, 0.9, 5e-5, 0.1),
-    TinyRow(8192, 30, 0.001, 36.0, 5, 0.9, 5e-5, 0.1),
+    TinyRow(256, 30, "sgd", 0.4, 2, 0.9, 1e-4, 1.0),
+    TinyRow(1024, 30, "lars", 10.0, 5, 0.9, 5e-5, 0.1),
+    TinyRow(4096, 30, "muon", 48.0, 5, 0.9, 5e-5, 0.05),
+    TinyRow(8192, 30, "muon", 48.0, 5, 0.9, 5e-5, 0.075),
 )
 
 
@@ -83,10 +84,11 @@ def _tiny(name: str, rows: tuple[TinyRow, ...], batch: int, images: int | None) 
         ),
         lr=LearningRate(reference=row.rate, per=batch, warmup=row.warmup, decay="poly", power=2),
         optimizer=OptimizerConfig(
+            name="muon" if row.optimizer == "muon" else "lars",
             momentum=row.momentum,
             weight_decay=row.weight_decay,
-            trust=row.trust,
-            form="pytorch",
+            trust=None if row.optimizer == "sgd" else 0.001,
+            form="paper" if row.optimizer == "muon" else "pytorch",
             unadapted_rate=row.unadapted_rate,
         ),
     )
