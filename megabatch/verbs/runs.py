@@ -93,8 +93,8 @@ def describe(record: Any, now: float) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    """A line a run; at a terminal without the columns that it has no room for. Names stay whole: one
-    that would take half of a terminal stands above its line."""
+    """A line a run; at a terminal without the columns that it has no room for. Names stay whole:
+    one that would take half of a terminal stands above its line."""
     from rich.console import Console
     from rich.text import Text
 
@@ -102,7 +102,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
     console = Console(soft_wrap=True, highlight=False)
     wide = console.width if console.is_terminal else sys.maxsize
-    spare, left = ("images/s", "recipe", "batch", "steps"), ("run", "recipe", "state")
+    spare, left = ("images/s", "recipe", "batch", "steps", "time"), ("run", "recipe", "state")
     table = [_cells(row) for row in rows]
     above = [row["run"] if len(row["run"]) > wide // 2 else "" for row in table]
     for row, name in zip(table, above, strict=True):
