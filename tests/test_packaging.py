@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import megabatch
+from megabatch.cli import VERBS
 
 ROOT = Path(megabatch.__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -34,6 +35,16 @@ def test_what_the_container_copies_is_there():
     assert "megabatch" in copied
     for name in copied:
         assert (ROOT / name).exists(), name
+
+
+def test_the_container_installs_extras_that_exist_and_what_triton_compiles_with():
+    text = (ROOT / "Containerfile").read_text()
+    (extras,) = re.findall(r"megabatch-\*\.whl\)\[([\w,]+)\]", text)
+    assert {*extras.split(",")} <= {*PROJECT["project"]["optional-dependencies"]}
+    assert "install --yes --no-install-recommends g++" in text
+    # What its comments tell to type names verbs that exist.
+    told = re.findall(r"^#   podman run .* megabatch (\w+)", text, re.MULTILINE)
+    assert told and {*told} <= {*VERBS}
 
 
 def test_every_dependency_is_pinned_for_tests():

@@ -70,6 +70,19 @@ def test_a_name_is_never_broken_and_a_terminal_of_80_columns_is_enough(tmp_path)
     assert "images/s" not in lines[0] and "top-1" in lines[0]
 
 
+@pytest.mark.parametrize("columns", [80, 60])
+def test_a_long_name_stands_above_its_line_and_leaves_the_others_theirs(tmp_path, columns):
+    long = f"runs/{'long ' * 30}end"
+    for name in ("runs/digits-20261116-035601", long):
+        made_up(tmp_path / name, [step_line(0)], summary={"ended": "stopped", "seconds": 3600.0})
+    heads, *lines = at_terminal("runs", cwd=tmp_path, columns=columns)
+    assert lines.count(long) == 1
+    others = [heads, *(line for line in lines if line != long)]
+    assert len(others) == 3 and max(map(len, others)) <= columns
+    assert sum("stopped" in line for line in others) == 2
+    assert "stopped" in lines[lines.index(long) + 1]
+
+
 def test_a_run_that_was_never_evaluated_has_no_accuracy(tmp_path):
     ended = {"ended": "stopped", "top1": 0.0, "top5": 0.0, "loss": None}
     made_up(tmp_path / "run", [step_line(0)], summary=ended)

@@ -29,8 +29,9 @@ def run(arguments: list[str]) -> int:
     if shell in ("-h", "--help"):
         show_examples("completion")
         print("usage: megabatch completion bash|zsh|fish\n")
-        print("Writes the shell's script to standard output; for bash and zsh source it, or add")
-        print('eval "$(megabatch completion bash)" to ~/.bashrc.')
+        print("Writes the shell's script to standard output. To have it in every shell, add")
+        print('  bash  eval "$(megabatch completion bash)"  to ~/.bashrc')
+        print('  zsh   eval "$(megabatch completion zsh)"   to ~/.zshrc, after compinit')
         return DONE
     if shell not in _SHELLS:
         raise UserError(f"there is no completion for {shell!r}: {nearest(shell, _SHELLS)}")

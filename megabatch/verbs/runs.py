@@ -93,7 +93,8 @@ def describe(record: Any, now: float) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    """A line a run; at a terminal without the columns that it has no room for. Names stay whole."""
+    """A line a run; at a terminal without the columns that it has no room for. Names stay whole:
+    one that would take half of a terminal stands above its line."""
     from rich.console import Console
     from rich.text import Text
 
@@ -101,11 +102,17 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
     console = Console(soft_wrap=True, highlight=False)
     wide = console.width if console.is_terminal else sys.maxsize
-    spare, left = ("images/s", "recipe", "batch", "steps"), ("run", "recipe", "state")
-    heads, *body = fitted([_cells(row) for row in rows], spare, left, wide)
+    spare, left = ("images/s", "recipe", "batch", "steps", "time"), ("run", "recipe", "state")
+    table = [_cells(row) for row in rows]
+    above = [row["run"] if len(row["run"]) > wide // 2 else "" for row in table]
+    for row, name in zip(table, above, strict=True):
+        row["run"] = "" if name else row["run"]
+    heads, *body = fitted(table, spare, left, wide)
     state = [head.strip() for head in heads].index("state")
     console.print("  ".join(heads))
-    for cells in body:
+    for cells, name in zip(body, above, strict=True):
+        if name:
+            console.print(Text(name))
         words = [Text(cell) for cell in cells]
         words[state].stylize(_STYLES.get(cells[state].strip(), "yellow"))
         console.print(Text("  ").join(words))
