@@ -3,11 +3,11 @@ or those that the library of a model has; a head of another number of classes is
 
 from __future__ import annotations
 
-import pickle
+import os
+import zipfile
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -53,8 +53,9 @@ def _read(path: str) -> dict[str, Tensor]:
     try:
         if not path.endswith((".pth", ".pt", ".bin")):
             return load_file(path)
+        _check_zip(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # torch's reader raises whatever a damaged file leads it to
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         kind = "weights of torch's" if path.endswith((".pth", ".pt", ".bin")) else "safetensors"
         raise UserError(f"{path} cannot be read as {kind} ({reason}): check the file") from error
@@ -66,10 +67,21 @@ def _read(path: str) -> dict[str, Tensor]:
     return {str(name).removeprefix("module."): tensor for name, tensor in found.items()}
 
 
+def _check_zip(path: str) -> None:
+    """torch compresses nothing, but it would expand whatever is."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > os.path.getsize(path):
+                raise ValueError("it claims to expand to more than its size")
+
+
 def _put(net: nn.Module, found: dict[str, Tensor], origin: str) -> list[str]:
     own = net.state_dict()
     head = _head(net)
     fresh = [name for name in head if name in found and found[name].shape != own[name].shape]
+    for name, tensor in found.items():
+        if tensor.layout != torch.strided or tensor.is_complex() or tensor.is_quantized:
+            raise UserError(f"{name} in {origin} is no plain array of numbers")
     for name in own:
         if name not in found and not name.endswith("num_batches_tracked"):
             raise UserError(

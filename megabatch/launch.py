@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
@@ -23,6 +24,7 @@ from megabatch.streams import prepare
 # Imports only; neither CUDA nor OpenMP survives a fork, so no tensor is touched there.
 PRELOAD = ["torch", "torch.distributed", "torch.optim", "megabatch.training"]
 _NO_LOSSES = Losses()
+_SERVER_SECONDS, _AGAIN_SECONDS = 5.0, 0.05
 
 
 def run_local(
@@ -51,13 +53,28 @@ def run_local(
 
     watched = losses.survivable or bool(by_stage)
 
-    def start() -> tuple[Any, Connection]:
+    def fork() -> tuple[Any, Connection]:
         ours, theirs = context.Pipe()
         call = (theirs, os.getcwd(), stops, watched, function, arguments)
         process = context.Process(target=_work, args=call)
-        with theirs:
-            process.start()
+        try:
+            with theirs:
+                process.start()
+        except BaseException:
+            ours.close()
+            raise
         return process, ours
+
+    def start() -> tuple[Any, Connection]:
+        # A server that cannot fork, or not take what it is sent, ends of it: the next is another.
+        deadline = time.monotonic() + _SERVER_SECONDS
+        while True:
+            try:
+                return fork()
+            except (EOFError, ConnectionError) as error:
+                if time.monotonic() > deadline:
+                    raise OSError(f"the server that forks workers ends: {error}") from error
+            time.sleep(_AGAIN_SECONDS)
 
     supervisor = Supervisor(start, workers, losses, by_stage, on_world)
     with answering(supervisor.pass_on), supervisor:

@@ -1,5 +1,7 @@
 """Beginning from a file of weights, with the same head or another."""
 
+import random
+import zipfile
 from dataclasses import replace
 
 import pytest
@@ -57,6 +59,49 @@ def test_wrong_files_get_a_sentence(weights, make, says):
     make(weights)
     with pytest.raises(UserError, match=says):
         load_initial(models.build("resnet18", 10), str(weights))
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_changed_files_of_torchs_are_read_or_get_a_sentence(tmp_path, zipped):
+    """Its reader of plain weights raises whatever a changed byte leads it to."""
+    chance, path = random.Random(7 + zipped), tmp_path / "weights.pth"
+    net = models.build("small", 10, 1, 8)
+    torch.save(net.state_dict(), path, _use_new_zipfile_serialization=zipped)
+    whole, read = path.read_bytes(), []
+    begins = whole.index(b"conv1.weight") - 60
+    for _ in range(200):
+        data = bytearray(whole)
+        for _ in range(chance.choice([1, 1, 2, 4])):
+            place = chance.randrange(begins, begins + 1500)  # of the names and shapes, mostly
+            data[place : place + chance.choice([0, 1, 1, 3])] = bytes([chance.randrange(256)])
+        path.write_bytes(data)
+        try:
+            load_initial(net, str(path))
+            read.append(True)
+        except UserError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000
+            read.append(False)
+    assert read.count(False) > 50
+
+
+def test_weights_that_would_expand_are_not_read(tmp_path):
+    net, path, small = models.build("small", 10, 1, 8), tmp_path / "a.pth", tmp_path / "b.pth"
+    torch.save({"x": torch.zeros(1 << 20)}, path)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(UserError, match="it claims to expand to more than its size"):
+        load_initial(net, str(small))
+
+
+def test_weights_that_are_no_plain_arrays_are_refused(tmp_path):
+    net, path = models.build("small", 10, 1, 8), tmp_path / "a.pth"
+    found = net.state_dict()
+    name = next(iter(found))
+    for odd in (found[name].to_sparse(), found[name].to(torch.complex64)):
+        torch.save({**found, name: odd}, path)
+        with pytest.raises(UserError, match="is no plain array of numbers"):
+            load_initial(net, str(path))
 
 
 def test_only_the_head_may_differ(weights):

@@ -119,6 +119,13 @@ def test_a_link_in_a_circle_is_not_followed(tmp_path):
     assert list(run_folders(tmp_path)) == [tmp_path / "run"]
 
 
+def test_a_link_to_itself_is_no_run(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for verb in ("report", "watch", "export"):
+        result = megabatch(verb, tmp_path / "loop")
+        assert result.returncode == 2 and "is not the folder of a run" in result.stderr
+
+
 def test_no_runs_is_said(tmp_path):
     result = megabatch("runs", tmp_path, "--json")
     assert result.returncode == 0 and last_json(result)["runs"] == []

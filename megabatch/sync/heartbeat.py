@@ -193,7 +193,10 @@ class Heartbeat:
             except Exception as error:  # the store is gone, and with it the rank that holds it
                 if self._since() is None:
                     continue
-                verdict = f"the ranks can no longer meet: the store does not answer ({error})"
+                verdict = (
+                    f"the ranks can no longer meet: the store does not answer, which rank 0 "
+                    f"holds where no launcher does ({error})"
+                )
             if self._given_up is not None:
                 return
             if verdict is not None:

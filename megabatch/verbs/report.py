@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -41,7 +42,7 @@ def run(arguments: list[str]) -> int:
     from megabatch.runs.begun import check_run
     from megabatch.runs.record import read
 
-    folders = {Path(folder).resolve(): folder for folder in reversed(flags.runs)}
+    folders = {os.path.realpath(folder): folder for folder in reversed(flags.runs)}
     for folder in flags.runs:
         check_run(Path(folder))
     records = [read(folder) for folder in reversed(folders.values())]

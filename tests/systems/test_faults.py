@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import pytest
 from dying import await_steps, died, disturbed
 from ports import free_ports
 from waiting import gone, until
+
+from megabatch.launch import run_local
 
 pytestmark = [pytest.mark.systems, pytest.mark.timeout(600)]
 
@@ -178,6 +181,13 @@ def test_a_supervisor_that_was_stopped_itself_replaces_who_was_lost_meanwhile(
     assert (result(said)["weights_sha256"], dying.steps_of(out)) == alone(3)
     assert words.count("silent for") == 1 and words.count(", replaced") == 2
     assert gone(workers)
+
+
+def test_a_server_that_cannot_fork_is_replaced():
+    server = run_local(1, os.getppid)
+    assert server == forkserver._forkserver._forkserver_pid
+    resource.prlimit(server, resource.RLIMIT_NOFILE, (3, 3))  # it cannot take what it is sent
+    assert run_local(1, os.getppid) != server
 
 
 @pytest.mark.parametrize("steps", [0, 5], ids=["starting", "training"])
