@@ -5,7 +5,6 @@ import runpy
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -450,16 +449,16 @@ def test_comparisons():
     assert [f.setting.wire for f in compare(job, "wire", every)] == ["fp32", "fp16"]
 
 
-def test_a_hundred_thousand_gpus_are_searched_in_a_second():
-    config = published.imagenet("resnet50", 131072)
-    began = time.process_time()
-    found = forecast(config, "dgx-h100", 100_000)
-    assert time.process_time() - began < 1
-    assert found.gpus == 100_000
+def test_a_hundred_thousand_gpus_are_searched_in_no_time():
+    config, found = published.imagenet("resnet50", 131072), []
+    calls = calls_of(lambda: found.append(forecast(config, "dgx-h100", 100_000)))
+    assert calls < 100_000
+    assert found[0].gpus == 100_000
 
 
 def calls_of(function):
-    """How many Python functions it calls: what it costs, the same on every machine."""
+    """How many Python functions it calls: what it costs, the same on every machine. Three million
+    take about a second."""
     count = 0
 
     def called(frame, event, argument):
