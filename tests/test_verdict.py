@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from megabatch import between_steps, recipes
 from megabatch.batch import steps
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
+from megabatch.data import loader as loader_module
+from megabatch.data import threads
 from megabatch.data.loader import StepLoader
 from megabatch.data.source import InMemory
 from megabatch.launch import run_local
@@ -106,7 +109,8 @@ def measured(source, monkeypatch, before, begins=lambda: None, micro_batches=9):
             next(looks)()
         return source.now
 
-    monkeypatch.setattr(time, "perf_counter", now)
+    for module in (loader_module, threads):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=now))
     config = Config(batch=4, micro=4, span=4, epochs=20, data=Data(size=2, threads=1))
     alone = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
     loader = StepLoader(source, None, config, alone, torch.float32)
