@@ -26,7 +26,8 @@ def commands(text):
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     for block in (inside for language, inside in blocks if language in ("", "sh", "bash")):
         for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True) if line.count("'") % 2 == 0 else []
+            bare = re.sub(r"(^|\s)# .*", "", line)  # an apostrophe there is no quote
+            words = shlex.split(bare) if bare.count("'") % 2 == 0 else []
             if words:
                 yield words
 

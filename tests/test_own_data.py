@@ -176,7 +176,9 @@ def test_what_is_no_data_set():
 
     refused([], "the data set is empty")
     refused(([(floats(), 0)], []), "the validation set is empty")
-    refused("folder", "the data set is a str, which cannot be read by index")
+    refused(
+        "folder", "the data set is a str, which .*, or name a folder or pack in config.data.path"
+    )
     refused(Endless(), "is an? Endless, which cannot be read by index")
     refused(DataLoader(of((floats(), 0))), "is a DataLoader, which cannot be read by index")
     refused(3, "the data set is an int")

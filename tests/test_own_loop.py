@@ -110,6 +110,9 @@ def test_a_folder_and_its_settings(tmp_path):
 
 
 def test_mistakes_are_one_sentence():
+    for batch in (0, -4, 2.5, "all"):
+        with pytest.raises(UserError, match=f"^batch is '?{batch}'?"):
+            mb.Loader(PAIR, batch=batch, cluster=worker())
     with pytest.raises(UserError, match="a batch of 10 cannot be shared out evenly to 4 workers"):
         mb.Loader(PAIR, batch=10, cluster=worker(0, 4))
     with pytest.raises(UserError, match="seen is 5, not a multiple of the batch, 16"):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megabatch.batch import Stage, step_at
 from megabatch.cluster import Cluster
-from megabatch.config import Config, Data
+from megabatch.config import Config, Data, check_setting
 from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.errors import UserError
@@ -55,7 +55,8 @@ class Loader:
         worker of the cluster makes one."""
         cluster = cluster or Cluster.from_env()
         settings, own = _settings(source, size, channels, augment)
-        if batch < 1 or batch % cluster.world:
+        check_setting(Config, "batch", batch)
+        if batch % cluster.world:
             raise UserError(
                 f"a batch of {batch} cannot be shared out evenly to {cluster.world} workers: give "
                 f"a multiple of {cluster.world}"

@@ -203,9 +203,11 @@ class OwnData(Source):
         for method in ("__len__", "__getitem__"):
             if isinstance(dataset, str | bytes | Mapping) or not hasattr(dataset, method):
                 kind = type(dataset).__name__
+                a_path = ", or name a folder or pack in config.data.path"
                 raise UserError(
                     f"{title} is {_article(kind)} {kind}, which cannot be read by index: give a "
                     f"map-style data set of (image, label), as torch's DataLoader takes them"
+                    f"{a_path if kind == 'str' else ''}"
                 )
         if len(dataset) == 0:
             raise UserError(f"{title} is empty: give a data set with images")

@@ -256,4 +256,6 @@ class Machine(Checked):
                 f"{self.name} has no link inside the node: megabatch bench sync adds it"
             )
         if world > each and self.network is None:
-            raise UserError(f"{self.name} has no network: megabatch bench sync adds it")
+            raise UserError(
+                f"{self.name} has no network: megabatch bench sync adds it, on two nodes"
+            )
