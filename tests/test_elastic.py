@@ -1,12 +1,15 @@
 """A run that loses workers ends by itself, with the weights and the record it would have had."""
 
 import json
+import multiprocessing
 import os
+import pickle
 import random
 import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +21,7 @@ from commands import MEGABATCH, last_json, megabatch
 from dying import died, disturbed
 from waiting import PATIENCE_SECONDS
 
-from megabatch.elastic import heeding
+from megabatch.elastic import heeding, supervisor
 from megabatch.elastic.heeding import HeedingStore
 from megabatch.elastic.rounds import agree
 from megabatch.elastic.severing import sever
@@ -195,6 +198,43 @@ def test_the_command_survives_a_kill_from_outside(tmp_path):
     found = json.loads(out.splitlines()[-1])
     assert found["weights_sha256"] == whole["weights_sha256"], f"seed {seed}"
     assert dying.steps_of(run) == steps
+
+
+def member(pipe):
+    """Speaks as a worker does. In the first world one dies when they meet, and the other waits for
+    it where nothing reaches it."""
+
+    def say(kind, value=None):
+        pipe.send_bytes(pickle.dumps((time.monotonic(), kind, value)))
+
+    say("ready")
+    say("join", (None, None))
+    while (heard := pickle.loads(pipe.recv_bytes()))[0] != "world":
+        pass
+    world = heard[1]
+    if world.number == 0 and world.rank == 1:
+        os._exit(1)
+    while world.number == 0:
+        time.sleep(0.05)
+        say("pulse")
+    say("met")
+    say("result", world.number)
+
+
+def test_who_waits_for_a_connection_with_the_dead_is_not_waited_for_long(monkeypatch, capfd):
+    monkeypatch.setattr(supervisor, "_MEET_SECONDS", 0.3)
+    context = multiprocessing.get_context("forkserver")
+
+    def start():
+        ours, theirs = context.Pipe()
+        process = context.Process(target=member, args=(theirs,))
+        with theirs:
+            process.start()
+        return process, ours
+
+    with supervisor.Supervisor(start, 2, Losses(most=3)) as watching:
+        assert watching.run() == 1
+    assert "worker 0 of 2 is stuck: it is ended" in capfd.readouterr().err
 
 
 def test_a_store_that_heeds_losses_is_a_store(tmp_path, monkeypatch):

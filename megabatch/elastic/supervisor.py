@@ -29,6 +29,9 @@ from megabatch.stopping import StopAsked
 _LOOK_SECONDS = 1.0
 _OUT_SECONDS = 120.0
 """for a worker to come out of a lost world; whatever holds it there, it is ended then"""
+_MEET_SECONDS = 15.0
+"""the same while it still meets the others: it computes nothing, but waits in gloo, which cannot be
+called back, for a connection with one that died before they had it"""
 _START_SECONDS = 600.0
 """for a worker to load what it needs"""
 _LEAVE_SECONDS = 5.0
@@ -67,6 +70,8 @@ class Member:
     """it hears signals"""
     world: World | None = None
     """None: it has joined and waits, or has not come so far"""
+    met: bool = False
+    """it is connected with the others of its world"""
     joined: bool = False
     standing: Standing | None = None
     """what it holds of the run, while it waits"""
@@ -195,6 +200,9 @@ class Supervisor:
     def _on_pulse(self, member: Member, _: object) -> None:
         """That it was heard is all."""
 
+    def _on_met(self, member: Member, _: object) -> None:
+        member.met = True
+
     def _on_felt(self, member: Member, _: object) -> None:
         member.tell("heard")
 
@@ -278,7 +286,8 @@ class Supervisor:
         for member in self._members:
             patience = self._losses.silent_seconds
             silent = now - member.heard > (patience if member.ready else _START_SECONDS)
-            stuck = member.recalled is not None and now - member.recalled > _OUT_SECONDS
+            out = _OUT_SECONDS if member.met else _MEET_SECONDS
+            stuck = member.recalled is not None and now - member.recalled > out
             if (silent or stuck) and not member.ended:
                 quiet = f"silent for {now - member.heard:.0f} s"
                 self._print(f"{self._name(member)} is {quiet if silent else 'stuck'}: it is ended")
@@ -350,6 +359,7 @@ class Supervisor:
                 resumes=self._begun,
             )
             member.joined, member.standing, member.recalled = False, None, None
+            member.met = False
         self._results.clear()
         self._worlds += 1
         self._whole, self._agreed = True, False

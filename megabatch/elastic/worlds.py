@@ -153,7 +153,9 @@ def _meet(link: Link, passage: Passage[Any], grid: tuple[int, int] | None, devic
         assert link.world is not None
         fits = grid is None or grid[0] * grid[1] == link.world.size
         try:
-            return Cluster.from_env(grid if fits else None, device)
+            cluster = Cluster.from_env(grid if fits else None, device)
+            link.say("met")
+            return cluster
         except (UserError, RunFailed):
             raise
         except Exception as error:
