@@ -258,9 +258,9 @@ def test_survivors_keep_nothing_of_the_worlds_they_lost(plan, tmp_path):
     assert died(tmp_path, *deaths)
     files, threads = zip(*dying.belongings(tmp_path), strict=True)
     assert len(files) == 6
-    # The first loss loads and opens what stays.
-    assert min(files[-2:]) <= files[1], files
-    assert min(threads[-2:]) <= threads[1], threads
+    # The first losses load and open what stays, as TensorBoard's writer with the first point drawn.
+    assert min(files[-2:]) <= files[3], files
+    assert min(threads[-2:]) <= threads[3], threads
 
 
 # ---------------------------------------------------------------- under torchrun
