@@ -36,6 +36,8 @@ _START_SECONDS = 600.0
 """for a worker to load what it needs"""
 _LEAVE_SECONDS = 5.0
 """for a worker that has only to leave, to write what it still holds"""
+_MOMENT_SECONDS = 0.5
+"""between a worker's end and that it is seen, on a busy machine"""
 _AGAIN_SECONDS = 30.0
 """until another try, where a worker could not be started"""
 _STILLBORN = 3
@@ -185,6 +187,11 @@ class Supervisor:
         pipes = {member.pipe: member for member in self._members}
         quiet = None if not self._losses.survivable else _LOOK_SECONDS
         received = [(*pipes[pipe].receive(), pipes[pipe]) for pipe in wait(list(pipes), quiet)]  # type: ignore[index]
+        if any(kind == "failure" for _, kind, _, _ in received):
+            # Whoever made it fail may have ended a moment ago: that is still to be seen.
+            time.sleep(_MOMENT_SECONDS)
+            others = [pipe for pipe in pipes if all(pipes[pipe] is not m for *_, m in received)]
+            received += [(*pipes[pipe].receive(), pipes[pipe]) for pipe in wait(others, 0)]  # type: ignore[index]
         # When one fails the others fail of it. Of what is known now the earliest is the cause; one
         # that was killed could not say when, but it went before those it made fail.
         for _, kind, value, member in sorted(received, key=lambda one: one[0]):
