@@ -82,8 +82,11 @@ def stop_requests(speaks: bool, stop: StopAsked | None = None) -> Iterator[Calla
 
     def ask(_: int) -> None:
         if stop.ask() and speaks:
-            # Not print(): the signal may have come while something was being printed.
-            os.write(2, b"stopping after this step, with a checkpoint; again ends it at once\n")
+            # Not print(): the signal may have come while something was being printed. At a terminal
+            # it may have come behind a bar, whose line is taken back.
+            bar = b"\r\x1b[2K" if os.isatty(2) else b""
+            words = b"stopping after this step, with a checkpoint; again ends it at once\n"
+            os.write(2, bar + words)
 
     try:
         with answering(ask):
