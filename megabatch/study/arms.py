@@ -85,9 +85,7 @@ def _lars(config: Config) -> Config:
 
 def _larc(config: Config) -> Config:
     """Its ratio bounds the rate that SGD would have."""
-    own = config.optimizer.name == "lars"
-    clipped = {"trust": 0.002, "policy": "clip"}
-    return _linear((_optimizer(**clipped) if own else _layerwise("lars", **clipped))(config))
+    return _linear(_optimizer(name="lars", trust=0.002, policy="clip")(config))
 
 
 def _linear(config: Config) -> Config:
