@@ -171,6 +171,7 @@ def held(line, run, first, last):
     """The command that trains in folder `run`, and its workers, while they stand still: from step
     `first` on, before they come to step `last`. Nothing goes on without the one that is stopped; a
     run that was faster than whoever looked is begun again."""
+    assert first + 1 < last, f"no run can be held from step {first} on and before step {last}"
     while True:
         command = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         workers = workers_of(command.pid) if await_steps(run, first, command) else []

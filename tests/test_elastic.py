@@ -178,7 +178,7 @@ def test_the_number_of_workers_changes_with_the_batch(whole, tmp_path):
     assert found.world == 2
 
 
-TRAIN = ["train", "digits", "--deterministic", "--json", "--epochs", "1"]
+TRAIN = ["train", "digits", "--deterministic", "--json", "--epochs", "2"]
 
 
 @pytest.mark.systems
