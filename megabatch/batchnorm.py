@@ -26,8 +26,6 @@ class SpanBatchNorm(_BatchNorm):
 
     running_mean: Tensor
     running_var: Tensor
-    statistics: Tensor | None = None
-    """means and variances of the last micro-batch, averaged over its spans"""
 
     def __init__(self, layer: _BatchNorm, span: int) -> None:
         super().__init__(layer.num_features, layer.eps, affine=False, track_running_stats=False)
@@ -39,6 +37,22 @@ class SpanBatchNorm(_BatchNorm):
         for name, inner in layer.named_children():
             self.add_module(name, inner)
         self.training = layer.training
+        # Kept in a list and in one place: to set a module's attribute, or to make a tensor, in each
+        # layer and pass is what a small net's step would wait for.
+        self._found: list[Tensor] = []
+        self._place: list[Tensor] = []
+
+    @property
+    def statistics(self) -> Tensor | None:
+        """Means and variances of the last micro-batch since take(), averaged over its spans."""
+        return self._found[0] if self._found else None
+
+    def take(self) -> Tensor:
+        """The statistics, once: the next pass writes over them. A layer in evaluation mode, or one
+        that was not reached, gives its moving averages: they stay."""
+        if self.training and self._found:
+            return self._found.pop().flatten()
+        return torch.cat([self.running_mean, self.running_var])
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Any number of dimensions: one class serves 1d, 2d and 3d."""
@@ -65,14 +79,17 @@ class SpanBatchNorm(_BatchNorm):
             by_rows = _normalise_on(x.device)
             x = x.contiguous(memory_format=torch.channels_last)
             normal, found = by_rows(x, self.weight, self.bias, span, self.eps, relu=False)
-            self.statistics = found.mean(0)
+            self._found[:] = [found.mean(0)]
             return normal
         # With momentum 1 the "moving averages" that a call updates are the batch's own statistics.
         dtype = _statistics_dtype(x)
         if groups == 1:
-            self.statistics = found = x.new_zeros(2, self.num_features, dtype=dtype)
-            mean, var = found.unbind()
-            return self._one_span(x, mean, var, self.weight, self.bias)
+            place = self._place
+            if not place or place[0].dtype != dtype or place[0].device != x.device:
+                found = x.new_zeros(2, self.num_features, dtype=dtype)
+                place[:] = [found, *found.unbind()]
+            self._found[:] = place[:1]
+            return self._one_span(x, place[1], place[2], self.weight, self.bias)
         found = x.new_zeros(2, groups, self.num_features, dtype=dtype)
         # A part of the images is a view of them, in any memory layout; their gradients are summed
         # over spans at once.
@@ -82,7 +99,7 @@ class SpanBatchNorm(_BatchNorm):
         ]
         spans = zip(x.split(span), *found, *rows, strict=True)
         parts = [self._one_span(*those) for those in spans]
-        self.statistics = found.mean(1)
+        self._found[:] = [found.mean(1)]
         return torch.cat(parts)
 
     def _one_span(
@@ -169,18 +186,8 @@ class MovingAverages:
         self.length = sum(self._sizes)
 
     def statistics(self, like: Tensor) -> Tensor:
-        """Means and variances of the last micro-batch, of all layers, in one vector.
-
-        A layer in evaluation mode, or one that was not reached, gives its moving averages: they
-        stay.
-        """
-        found = []
-        for layer in self._layers:
-            if layer.training and layer.statistics is not None:
-                found.append(layer.statistics.flatten())
-                layer.statistics = None
-            else:
-                found += [layer.running_mean, layer.running_var]
+        """Means and variances of the last micro-batch, of all layers, in one vector."""
+        found = [layer.take() for layer in self._layers]
         return torch.cat(found).to(like) if found else like.new_empty(0)
 
     @torch.no_grad()
@@ -221,7 +228,7 @@ class InputMoments:
             for hook in hooks:
                 hook.remove()
             for layer in self._layers:
-                layer.statistics = None
+                layer.take()
 
     def _note(self, layer: SpanBatchNorm, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].detach()

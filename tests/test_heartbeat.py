@@ -27,7 +27,8 @@ from megabatch.errors import RunFailed
 from megabatch.launch import run_local
 from megabatch.sync import heartbeat
 from megabatch.sync.ddp import GradSync
-from megabatch.sync.heartbeat import Progress
+from megabatch.sync.heartbeat import Heartbeat, Progress
+from megabatch.sync.lanes import Reduction
 from megabatch.sync.meeting import Disagreement, Meeting
 from megabatch.sync.segment import Segment
 from megabatch.training import train
@@ -149,6 +150,25 @@ def test_a_rank_that_disagrees_on_what_is_sent_ends_all(tmp_path):
 def test_an_error_that_no_silent_rank_explains_is_told_too(tmp_path):
     for message in told(tmp_path, "error").values():
         assert "rank 1 met an error though all ranks live: bad luck" in message
+
+
+def failed_at_once(cluster):
+    """What a sum ends with whose error is there before anybody watches over it."""
+    store = Meeting(cluster, "a test").keys("heartbeat")
+    heartbeat._LEAVING_SECONDS = 10 * PATIENCE_SECONDS  # time to tell
+    with Heartbeat(cluster, store, SILENT) as watching:
+        reduction = Reduction(1)
+        watching.accuse("rank 0 says so")
+        watching.failed(reduction, ConnectionError("closed by the peer"))
+        watching.expect(reduction)
+        with pytest.raises(RuntimeError) as failed:
+            reduction.wait()
+    return str(failed.value)
+
+
+def test_an_error_that_comes_before_its_sum_is_watched_is_explained_too():
+    for said in run_ranks(failed_at_once, 2):
+        assert said.startswith("rank 0 says so; ")
 
 
 def compared(cluster):

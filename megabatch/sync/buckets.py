@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megabatch.cluster import Cluster
 from megabatch.optim.layout import flat
@@ -23,8 +24,8 @@ from megabatch.sync.senders import Exposed, Lane, Planned
 from megabatch.sync.summation import Bucket, OnPhase, TreeSum, buckets_of
 from megabatch.tree import deal
 
-_SHORT = 8192
-"""numbers of a gradient: to copy them costs less than a call of their own"""
+_SHORT = 65536
+"""numbers of a gradient: for fewer, one call for many of them is what costs least"""
 
 
 class GradientSum:
@@ -83,11 +84,7 @@ class GradientSum:
             )
         elif cluster.world > 1:
             self._lane = Lane(cluster, silent_seconds, late_seconds)
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
-            for bucket in self._buckets
-            for p in bucket.parameters
-        ]
+        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> GradientSum:
         return self
@@ -98,15 +95,14 @@ class GradientSum:
     def close(self) -> None:
         """Take the hooks off, end the sender, let go of all gradients; once or again, in any
         state."""
-        for hook in self._hooks:
-            hook.remove()
+        self._listen(False)
         for bucket in self._buckets:
             for p in bucket.parameters:
                 p.grad = self._masters.get(p, p).grad = None
         sender = self._planned or self._lane
         if sender is not None:
             sender.close()
-        self._hooks, self._buckets = [], []
+        self._buckets = []
         self._sums.clear()
 
     def begin(self, count: int) -> tuple[int, int]:
@@ -117,6 +113,7 @@ class GradientSum:
             bucket.begin(count, dealt)
         self._control.begin(count, dealt)
         self._stay = self._may_stay and count == 1
+        self._listen(not self._stay)
         self._changed = False
         self._sums.clear()
         self._left = self._passes = 0
@@ -225,15 +222,28 @@ class GradientSum:
         return found
 
     def _square_where_they_lie(self) -> Tensor:
-        runs = [flat(gradient) for gradient in self._gradients()]
-        short = [run for run in runs if run.numel() <= _SHORT]
-        if len(short) > 1:
-            runs = [torch.cat(short), *(run for run in runs if run.numel() > _SHORT)]
-        return torch.stack([run.dot(run) for run in runs]).sum()
+        gradients = self._gradients()
+        runs = [flat(gradient) for gradient in gradients if gradient.numel() > _SHORT]
+        squares = [run.dot(run) for run in runs]
+        if len(runs) < len(gradients):
+            short = [gradient for gradient in gradients if gradient.numel() <= _SHORT]
+            norms = torch.stack(torch._foreach_norm(short))
+            squares.append(norms.dot(norms))
+        return torch.stack(squares).sum()
+
+    def _listen(self, on: bool) -> None:
+        """Hear of each gradient when it is there, or of none: a call for each costs a small net."""
+        if on == bool(self._hooks):
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+            for bucket in (self._buckets if on else ())
+            for p in bucket.parameters
+        ]
 
     def _arrived(self, bucket: Bucket, _: Tensor) -> None:
-        if self._stay:
-            return
         bucket.missing -= 1
         if bucket.missing == 0:
             self._collect(bucket)

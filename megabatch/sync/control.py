@@ -37,10 +37,8 @@ def counts(logits: Tensor, labels: Tensor, loss: Tensor) -> Tensor:
 
 def pack_micro_batch(row: Tensor, squares: Tensor, counts: Tensor, statistics: Tensor) -> None:
     """Fill a row with what one micro-batch contributes."""
-    row[SQUARES] = squares
-    row[STOP:LOSS] = 0.0
-    row[LOSS:STATISTICS] = counts
-    row[STATISTICS:] = statistics
+    nothing = row.new_zeros(LOSS - STOP)
+    torch.cat([squares.view(1), nothing, counts, statistics], out=row)
 
 
 def pack_worker(row: Tensor, stop: bool, batch: int) -> None:

@@ -122,11 +122,12 @@ class Heartbeat:
             self._blocked = None
 
     def failed(self, reduction: Reduction, error: BaseException) -> None:
-        """A lane saw an error; the sum ends when it is known whose fault it is."""
+        """A lane saw an error; the sum ends when it is known whose fault it is, though the error
+        may come before the one who began it has told that it is to be watched."""
         with self._lock:
             if self._suspect is None:
                 self._suspect, self._suspected_at = error, time.monotonic()
-        if reduction not in self._waiting or self._given_up is not None:
+        if self._closing.is_set() or self._given_up is not None:
             reduction.end(error)
 
     def accuse(self, message: str) -> str:
