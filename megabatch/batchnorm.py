@@ -37,10 +37,10 @@ class SpanBatchNorm(_BatchNorm):
         for name, inner in layer.named_children():
             self.add_module(name, inner)
         self.training = layer.training
-        # Kept in a list and in one place: to set a module's attribute, or to make a tensor, in each
-        # layer and pass is what a small net's step would wait for.
+        # A list, and tensors that stay: to set a module's attribute, or to make a tensor, in each
+        # layer and pass takes longer than a small net's sums.
         self._found: list[Tensor] = []
-        self._place: list[Tensor] = []
+        self._place: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def statistics(self) -> Tensor | None:
@@ -84,12 +84,9 @@ class SpanBatchNorm(_BatchNorm):
         # With momentum 1 the "moving averages" that a call updates are the batch's own statistics.
         dtype = _statistics_dtype(x)
         if groups == 1:
-            place = self._place
-            if not place or place[0].dtype != dtype or place[0].device != x.device:
-                found = x.new_zeros(2, self.num_features, dtype=dtype)
-                place[:] = [found, *found.unbind()]
-            self._found[:] = place[:1]
-            return self._one_span(x, place[1], place[2], self.weight, self.bias)
+            found, mean, var = self._place_for(x, dtype)
+            self._found[:] = [found]
+            return self._one_span(x, mean, var, self.weight, self.bias)
         found = x.new_zeros(2, groups, self.num_features, dtype=dtype)
         # A part of the images is a view of them, in any memory layout; their gradients are summed
         # over spans at once.
@@ -101,6 +98,18 @@ class SpanBatchNorm(_BatchNorm):
         parts = [self._one_span(*those) for those in spans]
         self._found[:] = [found.mean(1)]
         return torch.cat(parts)
+
+    def _place_for(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Where one span's means and variances are written, both and each: always the same place,
+        but for a compiler, which plans its own memory."""
+        place, compiling = self._place, torch.compiler.is_compiling()
+        if compiling or place is None or place[0].dtype != dtype or place[0].device != x.device:
+            both = x.new_zeros(2, self.num_features, dtype=dtype)
+            mean, var = both.unbind()
+            place = both, mean, var
+            if not compiling:
+                self._place = place
+        return place
 
     def _one_span(
         self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None
