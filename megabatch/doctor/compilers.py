@@ -52,7 +52,8 @@ def _trouble(compiler: str, suffix: str) -> str:
         source = Path(folder, f"small{suffix}")
         source.write_text("#include <Python.h>\nint small(void) { return 0; }\n")
         headers = f"-I{kernels.python_headers()}"
-        command = [compiler, source, "-shared", "-fPIC", headers, "-o", source.with_suffix(".so")]
+        library = source.with_suffix(".so")
+        command = [compiler, str(source), "-shared", "-fPIC", headers, "-o", str(library)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, errors="replace", timeout=60
