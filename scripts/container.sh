@@ -52,7 +52,7 @@ mkdir "$work/here"
 chmod 755 "$work"
 chown 1234:1234 "$work/here"
 megabatch=$(buildah from --pull-never localhost/megabatch)
-entry=$(buildah inspect --format '{{join .OCIv1.Config.Entrypoint " "}}' "$megabatch")
+entry=$(buildah inspect --format '{{index .OCIv1.Config.Entrypoint 0}}' "$megabatch")
 for words in --help doctor "train digits --epochs 1 --workers 2"; do
     echo "== $entry $words"
     # What follows the verb is a list of words.
