@@ -1,11 +1,12 @@
 #!/bin/sh
-# Build the Containerfile and run what it holds, where no image registry and no daemon can be reached.
+# Build the Containerfile, and run what it holds, where there is neither a daemon nor a registry.
 #   scripts/container.sh [OPTION OF buildah build ...]
 # Its base image is made here, of Debian's or Ubuntu's packages with their own Python in place of
-# docker.io/library/python: what this shows is that every step of the file runs and that the command
-# works in what comes out, and not that python:VERSION-slim has what the steps need.
-# Needs root, buildah and debootstrap, 6 GB of disk and about seven minutes on two cores; where pip wants
-# settings of this machine, hand them in: --volume /etc/pip.conf:/etc/pip.conf:ro --env PIP_INDEX_URL
+# docker.io/library/python: what this shows is that every step of the file runs and that the
+# command works in what comes out, and not that python:VERSION-slim has what the steps need.
+# Needs root, buildah, debootstrap, 4 to 12 GB of disk (torch for CUDA is large) and five to ten
+# minutes. Where pip wants settings of this machine, hand them in:
+#   --volume /etc/pip.conf:/etc/pip.conf:ro --env PIP_INDEX_URL
 set -eu
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -43,8 +44,8 @@ buildah commit --quiet --rm "$from" "$base" >/dev/null
 rm -rf "$work/base"
 
 echo "== the Containerfile"
-buildah build --isolation chroot --pull-never --quiet "$@" --tag megabatch "$root" >"$work/log" 2>&1 \
-    || { tail -n 40 "$work/log"; exit 1; }
+buildah build --layers --isolation chroot --pull-never --quiet "$@" --tag megabatch "$root" \
+    >"$work/log" 2>&1 || { tail -n 40 "$work/log"; exit 1; }
 buildah images megabatch
 
 # As somebody who is nobody in the container, with a folder of theirs.
