@@ -41,7 +41,10 @@ def load_pretrained(net: nn.Module, config: Config) -> list[str]:
     except UserError:
         raise
     except Exception as error:  # of the network, the hub, the cache: each has its own
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        first: BaseException = error
+        while first.__cause__ is not None:  # the hub's own words are about the hub
+            first = first.__cause__
+        reason = next(iter(str(first).strip().splitlines()), type(first).__name__)
         raise UserError(
             f"the weights of {config.model} cannot be had ({reason:.200}): fetch them where there "
             f"is a network, or give a file, --init FILE"

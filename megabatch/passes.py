@@ -100,7 +100,11 @@ class PlainPass:
         """`undo` takes a compiled net back to what it was."""
         self._config, self._device, self._net, self._moving = config, device, net, moving
         self._undo = undo
-        self.how = "compiled by torch: the first steps take a minute or two" if undo else ""
+        self.how = ""
+        if undo:
+            self.how = "compiled by torch: the first steps take a minute or two"
+        elif device.type == "cuda" and (lacking := kernels.lacking()):
+            self.how = f"{lacking}: torch's kernels run instead of ours, slower (megabatch doctor)"
 
     def __call__(self, images: Tensor, labels: Tensor) -> Found:
         config = self._config

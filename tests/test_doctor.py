@@ -3,16 +3,18 @@
 import json
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from waiting import PATIENCE_SECONDS
 
-from megabatch import doctor
-from megabatch.doctor import child, machine, network, software
+from megabatch import doctor, kernels
+from megabatch.doctor import child, compilers, machine, network, software
 from megabatch.doctor.child import Failed, ask
 from megabatch.doctor.finding import Finding
 
@@ -25,12 +27,13 @@ def run(folder, *arguments, **broken_modules):
     """The command itself, with modules before the real ones that do what their source says."""
     for name, source in broken_modules.items():
         (folder / f"{name}.py").write_text(source)
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith((*LAUNCHERS, "CC", "CXX"))}
     return subprocess.run(
         [sys.executable, "-m", "megabatch.cli", "doctor", *arguments],
         capture_output=True,
         text=True,
-        env={**clean, "PYTHONPATH": str(folder), "COLUMNS": "200"},
+        # A path without any command: the doctor needs none, and there is no compiler on it.
+        env={**clean, "PYTHONPATH": str(folder), "COLUMNS": "200", "PATH": str(folder)},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
         timeout=PATIENCE_SECONDS,
     )
@@ -62,6 +65,8 @@ def test_a_machine_that_works_with_broken_things_that_do_not_matter(tmp_path):
     assert "SIGABRT" in parts["scikit-learn"]["found"]
     assert parts["mlperf-logging"]["state"] == "works"
     assert parts["open files"]["state"] == "limited"
+    assert parts["compiler"]["state"] == "missing"
+    assert parts["compiler"]["found"] == "no C++ compiler"
     for finding in said["findings"]:
         assert (finding["costs"] == "") == (finding["state"] == "works"), finding
         assert finding["part"] in result.stdout
@@ -183,6 +188,76 @@ def test_cuda(tmp_path, facts, nodes, state, says):
 )
 def test_nccl_without_joining(gpus, nccl, state):
     assert software.check_nccl({**CPU, "gpus": [GPU] * gpus, "nccl": nccl}).state == state
+
+
+@pytest.fixture
+def only_commands(tmp_path, monkeypatch):
+    """A path on which nothing stands but what a test puts there."""
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(kernels, "installed", lambda: True)
+    kernels.lacking.cache_clear()
+    yield tmp_path
+    kernels.lacking.cache_clear()
+
+
+def put(folder, name, text):
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_without_a_compiler_kernels_are_left_out_and_the_doctor_says_so(only_commands):
+    assert not kernels.available(torch.device("cuda"))
+    on_cores = compilers.check_compiler(CPU)
+    assert (on_cores.state, on_cores.found) == ("missing", "no C++ compiler")
+    assert "only --compile always" in on_cores.costs and "g++" in on_cores.remedy
+    on_gpu = compilers.check_compiler({**CPU, "gpus": [GPU]})
+    assert (on_gpu.state, on_gpu.found) == ("limited", "Triton finds no C compiler")
+    assert "torch's kernels run instead" in on_gpu.costs and "g++" in on_gpu.remedy
+
+
+def test_a_compiler_that_fails_and_one_that_does_not_run(only_commands):
+    put(only_commands, "gcc", "echo 'small.c:1: fatal error: Python.h: no such file' >&2; exit 1")
+    found = compilers.check_compiler({**CPU, "gpus": [GPU]})
+    assert found.state == "limited" and "fatal error: Python.h" in found.found
+    (only_commands / "g++").write_text("\0")
+    (only_commands / "g++").chmod(0o755)
+    found = compilers.check_compiler(CPU)
+    assert found.state == "limited" and "does not run: " in found.found
+
+
+def test_a_gpu_without_triton_or_headers(only_commands, monkeypatch):
+    put(only_commands, "clang", "exit 0")
+    monkeypatch.setattr(kernels, "python_headers", lambda: only_commands)
+    found = compilers.check_compiler({**CPU, "gpus": [GPU]})
+    assert found.found == "Triton finds no Python.h" and "python3-dev" in found.remedy
+    (only_commands / "Python.h").touch()
+    kernels.lacking.cache_clear()
+    found = compilers.check_compiler({**CPU, "gpus": [GPU]})
+    assert (found.state, found.found) == (
+        "works",
+        f"{only_commands / 'clang'} compiles, for Triton's kernels",
+    )
+    monkeypatch.setattr(kernels, "installed", lambda: False)
+    kernels.lacking.cache_clear()
+    found = compilers.check_compiler({**CPU, "gpus": [GPU]})
+    assert found.found == "Triton is not installed" and found.remedy == "pip install triton"
+
+
+@pytest.mark.skipif(
+    not (shutil.which("g++") and (kernels.python_headers() / "Python.h").exists()),
+    reason="there is no g++ here, or no Python.h",
+)
+@pytest.mark.parametrize("gpus", [[], [GPU]])
+def test_a_real_compiler(gpus, monkeypatch):
+    monkeypatch.setattr(kernels, "installed", lambda: True)
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    kernels.lacking.cache_clear()
+    finding = compilers.check_compiler({**CPU, "gpus": gpus})
+    kernels.lacking.cache_clear()
+    assert finding.state == "works", finding
 
 
 @pytest.mark.parametrize(("gpus", "state"), [(0, "stops"), (1, "limited")])

@@ -43,8 +43,17 @@ def test_the_container_installs_extras_that_exist_and_what_triton_compiles_with(
     assert {*extras.split(",")} <= {*PROJECT["project"]["optional-dependencies"]}
     assert "install --yes --no-install-recommends g++" in text
     # What its comments tell to type names verbs that exist.
-    told = re.findall(r"^#   podman run .* megabatch (\w+)", text, re.MULTILINE)
+    told = re.findall(r"^#   (?:podman|docker) run .* megabatch (\w+)", text, re.MULTILINE)
     assert told and {*told} <= {*VERBS}
+    # With its registry: podman asks, or refuses, where a short name may mean several.
+    bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
+    assert bases and all(base.startswith("docker.io/library/") for base in bases)
+
+
+def test_the_container_is_built_from_what_git_holds():
+    """Neither an environment nor what Python caches goes to the builder."""
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".venv", ".git", "runs", "**/__pycache__"} <= {*ignored}
 
 
 def test_every_dependency_is_pinned_for_tests():

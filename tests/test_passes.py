@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from megabatch import kernels
 from megabatch.batchnorm import MovingAverages
 from megabatch.cluster import Cluster
 from megabatch.compiling import compile_net
@@ -68,6 +69,16 @@ def test_a_step_by_replayed_passes_has_the_bits_of_one_by_backward(scale, monkey
             losses = [loss for result in results for _, loss in result.losses]
         found.append([*net.state_dict().values(), *numbers, *losses])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_gpu_whose_kernels_are_left_out_is_told(monkeypatch):
+    net = resnet18(10)
+    for lacking, says in (("", ""), ("Triton finds no C compiler", "torch's kernels run instead")):
+        monkeypatch.setattr(kernels, "lacking", lambda lacking=lacking: lacking)
+        plain = PlainPass(Config(), torch.device("cuda"), net, MovingAverages(net))
+        assert plain.how.startswith(lacking) and says in plain.how
+        assert (plain.how == "") is (lacking == "")
+        assert PlainPass(Config(), CPU, net, MovingAverages(net)).how == ""
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from ports import free_ports
+from safetensors.torch import load_file, save_file
 from test_train import CONFIG
 from torch import nn
 
@@ -243,6 +244,32 @@ def test_only_a_net_whose_library_asks_a_meta_tensor_for_a_number_is_built_reall
         built("timm:resnet50")
 
 
+def test_a_connection_that_fails_is_one_sentence_with_the_way_out(shelf, tmp_path):
+    (shelf / "timm" / "__init__.py").write_text(
+        "import urllib.request\n"
+        "from types import SimpleNamespace\n"
+        "models = SimpleNamespace(get_pretrained_cfg=lambda name: None)\n"
+        "def create_model(name, pretrained, **how):\n"
+        "    import torch\n"
+        "    if pretrained:\n"
+        "        try:\n"
+        "            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(\n"
+        f"                'http://127.0.0.1:{free_ports(1)[0]}/weights')\n"
+        "        except OSError as error:\n"
+        "            raise ValueError('a paragraph about the hub and its cache') from error\n"
+        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 4))\n"
+    )
+    config = replace(SHORT, model="timm:resnet50", init="pretrained")
+    with pytest.raises(UserError) as caught:
+        train(config, out=tmp_path / "run", quiet=True)
+    said = str(caught.value)
+    assert said.startswith(
+        "the weights of timm:resnet50 cannot be had (<urlopen error [Errno 111] "
+    )
+    assert said.endswith("or give a file, --init FILE") and len(said.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("library", zoo.LIBRARIES)
 def test_groups_cover_one_model_of_every_family(library):
@@ -320,6 +347,47 @@ def test_torchvision_takes_colour_only():
     imported("torchvision")
     with pytest.raises(UserError, match="takes images in colour: give --data"):
         zoo.build("torchvision:resnet18", 10, 1)
+
+
+def begun_from(name, whole, out):
+    """Train without moving, from the library's weights: what it began from is all there."""
+    still = replace(SHORT, model=name, init="pretrained", epochs=0.2)
+    still = replace(still, lr=replace(still.lr, reference=0.0, decay="constant"))
+    train(still, out=out, quiet=True)
+    found = load_file(next((out / "checkpoints").iterdir()) / "model.safetensors")
+    same = [torch.equal(found[key], p) for key, p in whole.named_parameters()]
+    assert sum(same) == len(same) - 2  # the head, made anew
+
+
+def test_timms_weights_come_from_its_cache(tmp_path, monkeypatch):
+    timm = imported("timm")
+    whole = zoo.build("timm:resnet10t", None)
+    home = timm.models.get_pretrained_cfg("resnet10t").hf_hub_id
+    kept = tmp_path / f"models--{home.replace('/', '--')}"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("0" * 40)
+    (kept / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    save_file(whole.state_dict(), kept / "snapshots" / ("0" * 40) / "model.safetensors")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    begun_from("timm:resnet10t", whole, tmp_path / "run")
+
+
+def test_torchvisions_weights_come_from_its_cache_or_a_connection_that_fails(tmp_path, monkeypatch):
+    torchvision = imported("torchvision")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    for scheme in ("http", "https"):
+        monkeypatch.setenv(f"{scheme}_proxy", f"http://127.0.0.1:{free_ports(1)[0]}")
+    config = replace(SHORT, model="torchvision:squeezenet1_1", init="pretrained")
+    with pytest.raises(UserError, match=r"cannot be had .*refused.* --init FILE"):
+        train(config, out=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+    whole = zoo.build("torchvision:squeezenet1_1", None)
+    url = torchvision.models.get_model_weights("squeezenet1_1").DEFAULT.url
+    kept = tmp_path / "hub" / "checkpoints" / url.rpartition("/")[2]
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(whole.state_dict(), kept)
+    begun_from("torchvision:squeezenet1_1", whole, tmp_path / "run")
 
 
 def test_weights_that_cannot_be_had_are_one_sentence(monkeypatch, tmp_path):

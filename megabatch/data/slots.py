@@ -8,7 +8,6 @@ resizes. Slots are buffers in memory that several processes share.
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 import os
 import warnings
@@ -20,6 +19,8 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from megabatch import kernels
 
 Form = Literal["numbers", "bytes", "crops"]
 
@@ -37,7 +38,7 @@ def form_of(device: torch.device) -> Form:
     it must."""
     if device.type == "cpu":
         return "numbers"
-    return "crops" if importlib.util.find_spec("triton") else "bytes"
+    return "bytes" if kernels.lacking() else "crops"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from megabatch.doctor import machine, network, software
+from megabatch.doctor import compilers, machine, network, software
 from megabatch.doctor.child import first_line
 from megabatch.doctor.finding import Finding
 
@@ -28,6 +28,7 @@ def examine() -> list[Finding]:
         ("NCCL", partial(software.check_nccl, facts)),
         ("gloo", partial(software.check_gloo, facts)),
         ("training step", partial(software.check_training, facts)),
+        ("compiler", partial(compilers.check_compiler, facts)),
         ("launcher", network.check_launcher),
         ("cores", machine.check_cores),
         ("memory", machine.check_memory),

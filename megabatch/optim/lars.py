@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megabatch import kernels
 from megabatch.optim import lars_host
 from megabatch.optim.groups import Group
 from megabatch.optim.lars_step import Settings, Update, update
@@ -190,8 +191,8 @@ def build(settings: Any, groups: list[Group]) -> LARS:
 
 @functools.cache
 def kernel() -> Update | None:
-    """The fused `Update`, where Triton is installed and the file is there."""
-    if find_spec("triton") is None or find_spec(_KERNEL) is None:
+    """The fused `Update`, where Triton has what it needs and the file is there."""
+    if kernels.lacking() or find_spec(_KERNEL) is None:
         return None
     found: Update = import_module(_KERNEL).update
     return found
