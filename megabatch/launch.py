@@ -15,6 +15,7 @@ from typing import Any
 
 from megabatch.elastic.link import Dismissed, attach
 from megabatch.elastic.supervisor import Losses, OnWorld, Supervisor
+from megabatch.elastic.waking import attendants, attendants_awake
 from megabatch.errors import RunFailed, UserError
 from megabatch.scratch import scratch
 from megabatch.stopping import SIGNALS, answering, keep_stop_requests, take_stop_requests
@@ -55,7 +56,7 @@ def run_local(
 
     def fork() -> tuple[Any, Connection]:
         ours, theirs = context.Pipe()
-        call = (theirs, os.getcwd(), stops, watched, function, arguments)
+        call = (theirs, attendants(), os.getcwd(), stops, watched, function, arguments)
         process = context.Process(target=_work, args=call)
         try:
             with theirs:
@@ -77,7 +78,7 @@ def run_local(
             time.sleep(_AGAIN_SECONDS)
 
     supervisor = Supervisor(start, workers, losses, by_stage, on_world)
-    with answering(supervisor.pass_on), supervisor:
+    with answering(supervisor.pass_on), attendants_awake(), supervisor:
         supervisor.asked += take_stop_requests()
         return supervisor.run()
 
@@ -95,6 +96,7 @@ def _start_server() -> None:
 
 def _work(
     pipe: Connection,
+    attendants: tuple[int, ...],
     folder: str,
     stops: bool,
     watched: bool,
@@ -102,7 +104,7 @@ def _work(
     arguments: tuple[Any, ...],
 ) -> None:
     prepare()
-    link = attach(pipe, watched)
+    link = attach(pipe, watched, attendants)
     # A forked worker begins where its server was started, perhaps long ago and elsewhere.
     os.chdir(folder)
     with keep_stop_requests() if stops else contextlib.nullcontext():

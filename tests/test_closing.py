@@ -1,6 +1,8 @@
 """Lifetimes: whoever starts threads, connections, process groups or hooks ends them by close()."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -127,3 +129,50 @@ def test_a_pipeline_that_is_closed_too_early_ends_its_sums_and_no_others():
     # What rank 0 waited for is waited for by the backend still, which closes the connection in the
     # end.
     dismiss()
+
+
+# Of a user: it ends while a sum of it waits for another worker.
+ENDS = """
+import os, sys, time
+from pathlib import Path
+import torch
+from megabatch.cluster import Cluster
+from megabatch.plans import TORUS, through
+from megabatch.sync.execute import Pipeline
+
+class Late:
+    '''Deleted when no thread may go on any more but the one that ends the interpreter.'''
+    def __init__(self, lanes, ending, sleep):
+        self.lanes, self.ending, self.sleep = lanes, ending, sleep
+    def __del__(self):
+        self.ending.touch()
+        while any(lane._thread.is_alive() for lane in self.lanes):
+            self.sleep(0.01)
+
+cluster, ending = Cluster.from_env(device="cpu"), Path(sys.argv[2])
+pipeline, plan = Pipeline(cluster), through(TORUS, sys.argv[1])
+pipeline.prepare(plan)
+cluster.barrier()
+if cluster.rank == 1:
+    while not ending.exists():
+        time.sleep(0.01)
+    os._exit(0)
+pipeline.submit(plan, torch.ones(10))
+late = Late(pipeline._lanes, ending, time.sleep)
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("wiring", ["ring", pytest.param("backend", marks=pytest.mark.systems)])
+def test_a_script_that_ends_while_it_waits_for_another_worker_is_not_aborted(wiring, tmp_path):
+    """A lane that comes out of gloo when the interpreter has begun to end takes the process along,
+    by SIGABRT: it comes out before."""
+    ranks = []
+    for rank in range(2):
+        place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+        environ = {name: str(value) for name, value in place.items()}
+        environ |= {"MEGABATCH_STORE": str(tmp_path / "store"), "GLOO_SOCKET_IFNAME": "lo"}
+        line = [sys.executable, "-c", ENDS, wiring, str(tmp_path / "ending")]
+        ranks.append(subprocess.Popen(line, env=os.environ | environ, stderr=subprocess.PIPE))
+    said = [rank.communicate(timeout=PATIENCE_SECONDS)[1].decode() for rank in ranks]
+    assert ([rank.returncode for rank in ranks], said) == ([1, 0], ["", ""])

@@ -300,6 +300,8 @@ def test_a_signal_to_the_whole_group_does_not_reach_them(standing):
 
 
 def test_processes_end_with_the_loader_and_with_a_killed_owner(packs, decoding):
+    """Those too that stand still then: they are a group of their own, and the system continues one
+    that nobody is left for."""
     with loading(packs / "jpeg.arrow") as (loader, _):
         list(loader.share(Step(0, 0, 40, 0.0, 0)))
     until(lambda: not decoding())
@@ -308,6 +310,7 @@ import os, signal, torch
 from test_decoders import *
 with loading({str(packs / "jpeg.arrow")!r}) as (loader, _):
     list(loader.share(Step(0, 0, 40, 0.0, 0)))
+    stop(started(loader)[:2])
     os.kill(os.getpid(), signal.SIGKILL)
 """
     here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}

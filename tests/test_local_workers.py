@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from started import note_pid
-from waiting import PATIENCE_SECONDS, gone, running, until
+from waiting import PATIENCE_SECONDS, gone, running, state, until
 
 from megabatch.cluster import Cluster
 from megabatch.elastic.processes import children
@@ -128,17 +128,42 @@ def launcher(call, **options):
     )
 
 
-def test_workers_end_with_the_process_that_started_them(tmp_path, short_tmp):
-    """And all that it leaves is one folder, which the next process removes."""
+@pytest.mark.parametrize("stopped", ["a worker", pytest.param("all", marks=pytest.mark.systems)])
+def test_workers_end_with_the_process_that_started_them(stopped, tmp_path, short_tmp):
+    """Who stands still then does too; and all that it leaves is one folder, which the next process
+    removes."""
     environ = os.environ | {"TMPDIR": str(short_tmp)}
-    with launcher(f"run_local(3, started.sleep, {str(tmp_path)!r})", env=environ) as parent:
+    call = f"run_local(3, started.sleep, {str(tmp_path)!r})"
+    # A session of its own: the system would continue a group of processes that nobody is left for.
+    with launcher(call, env=environ, start_new_session=True) as parent:
         workers = pids(tmp_path, 3)
         servers = children(parent.pid)  # the one that workers are forked from is among them
         assert servers
+        parent.send_signal(signal.SIGSTOP)  # it would continue its servers
+        stand_still({"a worker": workers[:1], "all": [*workers, *servers]}[stopped])
         parent.kill()
     assert gone([*workers, *servers])
     (left,) = short_tmp.iterdir()
     assert left.name.startswith("megabatch-") and (left / "lock").exists()
+
+
+def stand_still(processes):
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    until(lambda: all(state(process) == "T" for process in processes), "their stop")
+
+
+def test_a_server_that_was_stopped_is_made_to_go_on():
+    """Else nobody hears how workers end, and no other is ever forked."""
+    server = run_local(1, os.getppid)
+    assert run_local(1, stopping_the_server) == server
+    stand_still([server])
+    assert run_local(1, os.getppid) == server
+
+
+def stopping_the_server():
+    stand_still([os.getppid()])
+    return os.getppid()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from megabatch.elastic.processes import children
 from megabatch.elastic.severing import sever
+from megabatch.elastic.waking import continue_when_closed, wake
 
 _PULSE_SECONDS = 1.0
 _WORD_SECONDS = 5.0
@@ -59,7 +61,7 @@ class Link:
     """Whoever has it may send; a thread listens, gives a pulse and ends the worker with its
     supervisor."""
 
-    def __init__(self, pipe: Connection, watched: bool) -> None:
+    def __init__(self, pipe: Connection, watched: bool, attendants: tuple[int, ...]) -> None:
         self.watched = watched
         """whether lost workers are replaced"""
         self.all_or_none = False
@@ -71,6 +73,11 @@ class Link:
         self._sending, self._changed = threading.Lock(), threading.Condition()
         self._lost = self._dismissed = self._answered = False
         self._to_tell: list[Callable[[], None]] = []
+        self._attendants = attendants
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        self._parent = parent.sentinel
+        continue_when_closed(self._parent, os.getpid())
         threading.Thread(target=self._listen, name="link", daemon=True).start()
 
     def say(self, kind: str, value: Any = None) -> None:
@@ -143,12 +150,10 @@ class Link:
         self._pipe.close()
 
     def _listen(self) -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
         while True:
-            ready = wait([parent.sentinel, self._pipe], _PULSE_SECONDS if self.watched else None)
-            if parent.sentinel in ready:
-                os._exit(1)
+            ready = wait([self._parent, self._pipe], _PULSE_SECONDS if self.watched else None)
+            if self._parent in ready:
+                self._end_with_supervisor()
             try:
                 if self._pipe in ready:
                     self._take(*pickle.loads(self._pipe.recv_bytes()))
@@ -156,6 +161,12 @@ class Link:
                     self.say("pulse")
             except (EOFError, OSError):  # closed here, at the end, or there
                 return
+
+    def _end_with_supervisor(self) -> None:
+        # Who stands still would stay for ever: the server and those whom it has just forked, which
+        # do not yet hear what this one hears.
+        wake([*self._attendants, *(worker for one in self._attendants for worker in children(one))])
+        os._exit(1)
 
     def _take(self, kind: str, value: Any) -> None:
         with self._changed:
@@ -178,10 +189,10 @@ class Link:
 _link: Link | None = None
 
 
-def attach(pipe: Connection, watched: bool) -> Link:
+def attach(pipe: Connection, watched: bool, attendants: tuple[int, ...]) -> Link:
     """This process's link: a worker has one, from its start on."""
     global _link
-    _link = Link(pipe, watched)
+    _link = Link(pipe, watched, attendants)
     return _link
 
 

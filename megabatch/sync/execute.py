@@ -80,9 +80,8 @@ class Pipeline:
         self._submitted = 0
         self._closed = False
         kind = StreamLane if cluster.device.type == "cuda" else ThreadLane
-        self._lanes = [
-            kind(cluster.device, cluster.group, on_error or Reduction.end) for _ in range(lanes)
-        ]
+        group = cluster.process_group() if cluster.world > 1 else None
+        self._lanes = [kind(cluster.device, group, on_error or Reduction.end) for _ in range(lanes)]
 
     def __enter__(self) -> Pipeline:
         return self

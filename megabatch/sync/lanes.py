@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megabatch.elastic.link import world_is_lost
+from megabatch.sync.hanging_up import hang_up
 from megabatch.sync.segment import Buffers, GlooMessages, Journey, NcclMessages
 
 _PATIENCE_SECONDS = 2.0
@@ -78,46 +79,62 @@ class Reduction:
 
 
 class ThreadLane:
-    """A lane on CPU: a thread of its own, and messages over gloo."""
+    """A lane on CPU: a thread of its own, and messages over gloo in a group that others use too
+    (None: this worker is alone)."""
 
     def __init__(self, device: torch.device, group: Any, on_error: OnError) -> None:
+        self._group = group
         self._messages, self._buffers = GlooMessages(group), Buffers(device)
         self._on_error = on_error
         self._work: SimpleQueue[tuple[Journey, Reduction] | None] = SimpleQueue()
         self._current: Reduction | None = None
+        self._groups: set[Any] = set()
+        """that it works in now"""
         self._failure: BaseException | None = None
         self._closed = False
-        # A daemon: after a fault it may wait for ever, and the process must still end. Otherwise it
-        # ends before the interpreter does, which would cut it off inside torch and abort: by its
-        # owner's close(), and where there was none, at the interpreter's end.
+        # A daemon: after a fault it may wait for ever, and the process must still end. But it ends
+        # before the interpreter does, which would cut it off inside torch and abort: by its owner's
+        # close(), or at the interpreter's end.
         self._thread = threading.Thread(target=self._serve, name="lane", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        atexit.register(self._end_with_process)
 
     def run(self, journey: Journey, reduction: Reduction) -> None:
         self._work.put((journey, reduction))
 
     def close(self) -> None:
         """End the thread when it has done what it was given. What it cannot do, because another
-        worker does not come, ends with Closed; the thread then waits as long as gloo does."""
+        worker does not come, ends with Closed; the thread then waits as long as gloo does, or until
+        this process ends."""
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
         self._work.put(None)
         self._thread.join(_PATIENCE_SECONDS)
         if self._thread.is_alive():
             self._failure = Closed("closed before this sum was there")
             if (current := self._current) is not None:
                 current.end(self._failure)
-        elif world_is_lost():  # nothing is on its way any more: all connections are shut
-            _unfinished.clear()
+        elif self._failure is None or world_is_lost():
+            # Nothing is on its way any more: in a lost world all connections are shut.
+            atexit.unregister(self._end_with_process)
+            if world_is_lost():
+                _unfinished.clear()
         self._buffers.free()
+
+    def _end_with_process(self) -> None:
+        """After a fault nobody goes on in this group: what waits there, and what is on its way, is
+        given up while the interpreter can still hear of it."""
+        self.close()
+        for group in self._groups:
+            hang_up(group)
+        self._thread.join(_PATIENCE_SECONDS)
 
     def _serve(self) -> None:
         with torch.no_grad():
             while (work := self._work.get()) is not None:
                 journey, self._current = work
+                self._groups = {self._group, *journey.process_groups} - {None}
                 try:
                     if self._failure is not None:
                         raise self._failure
@@ -127,6 +144,8 @@ class ThreadLane:
                     self._on_error(self._current, error)
                 else:
                     self._current.one_done()
+                if self._failure is None:
+                    self._groups = set()
                 self._current = None
                 del journey, work  # and with them the tensor
 
