@@ -24,8 +24,8 @@ from megabatch.sync.senders import Exposed, Lane, Planned
 from megabatch.sync.summation import Bucket, OnPhase, TreeSum, buckets_of
 from megabatch.tree import deal
 
-_SHORT = 65536
-"""numbers of a gradient: for fewer, one call for many of them is what costs least"""
+_SHORT = 8192
+"""numbers of a gradient: to copy them costs less than a call of their own"""
 
 
 class GradientSum:
@@ -222,14 +222,11 @@ class GradientSum:
         return found
 
     def _square_where_they_lie(self) -> Tensor:
-        gradients = self._gradients()
-        runs = [flat(gradient) for gradient in gradients if gradient.numel() > _SHORT]
-        squares = [run.dot(run) for run in runs]
-        if len(runs) < len(gradients):
-            short = [gradient for gradient in gradients if gradient.numel() <= _SHORT]
-            norms = torch.stack(torch._foreach_norm(short))
-            squares.append(norms.dot(norms))
-        return torch.stack(squares).sum()
+        runs = [flat(gradient) for gradient in self._gradients()]
+        short = [run for run in runs if run.numel() <= _SHORT]
+        if len(short) > 1:
+            runs = [torch.cat(short), *(run for run in runs if run.numel() > _SHORT)]
+        return torch.stack([run.dot(run) for run in runs]).sum()
 
     def _listen(self, on: bool) -> None:
         """Hear of each gradient when it is there, or of none: a call for each costs a small net."""
