@@ -6,6 +6,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 4
 
+# Tests start hundreds of processes: what the first has compiled the others need not compile again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install kernels train study figure test test-systems lint bench clean
 
 install: .venv/installed
