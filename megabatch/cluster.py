@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megabatch.elastic.connecting import connecting
 from megabatch.errors import UserError, nearest
 from megabatch.place import Place, grid_of, launcher_of, place_by
 from megabatch.rendezvous import meet, within
@@ -154,7 +155,8 @@ class Cluster:
                 "name a plan"
             )
         _end_left()
-        own = dist.new_group(timeout=timedelta(seconds=self.timeout_seconds))
+        with connecting():
+            own = dist.new_group(timeout=timedelta(seconds=self.timeout_seconds))
         return replace(self, group=own, joined=True)
 
     def leave(self) -> None:

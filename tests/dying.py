@@ -21,6 +21,7 @@ from megabatch import between_steps, training
 from megabatch.batch import Stage
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data, LearningRate, OptimizerConfig
+from megabatch.elastic.heeding import HeedingStore
 from megabatch.elastic.processes import children
 from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
@@ -52,6 +53,7 @@ HANGS = 0
 # A moment -> the name that is wrapped, where it is, and whether death comes after it.
 MOMENTS = {
     "as it meets the others": (Cluster, "from_env", False),
+    "as it is connected": (HeedingStore, "wait", False),
     "as it opens the images": (training, "open_sources", False),
     "as it copies the state": (training, "copied", False),
     "before a step": (training, "train_step", False),

@@ -237,6 +237,26 @@ def test_who_waits_for_a_connection_with_the_dead_is_not_waited_for_long(monkeyp
     assert "worker 0 of 2 is stuck: it is ended" in capfd.readouterr().err
 
 
+# By which of its waits for another's address: its own is known by then, but it was not connected.
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [("as it is connected", 0, 1)],
+        [("as it is connected", 2, 7)],
+        pytest.param(
+            [("before a step", 2, 3), ("as it is connected", 1, 7, 1)], marks=pytest.mark.systems
+        ),
+    ],
+    ids=["as they meet", "in a later group", "in a later group of another world"],
+)
+def test_who_waits_for_a_connection_with_the_dead_comes_out_by_itself(
+    deaths, whole, tmp_path, capfd
+):
+    assert same(disturbed(tmp_path, *deaths, workers=3), tmp_path, whole)
+    assert died(tmp_path, *deaths)
+    assert "stuck" not in capfd.readouterr().err
+
+
 def test_a_store_that_heeds_losses_is_a_store(tmp_path, monkeypatch):
     """Also behind a prefix and as a clone, as torch uses it from C++."""
     whole = HeedingStore(dist.FileStore(str(tmp_path / "store"), 1))

@@ -30,6 +30,7 @@ from megabatch.config import Config
 from megabatch.data.decoded import Decoded, FromPack
 from megabatch.data.jpeg import Encoded, Pixels
 from megabatch.data.packs.reading import Arena, Pack
+from megabatch.elastic.connecting import connecting
 from megabatch.keyed import shuffled
 
 Integers = NDArray[numpy.int64]
@@ -95,7 +96,8 @@ class SharedOut:
         # have another order.
         self._group: dist.ProcessGroup | None = None
         try:
-            self._group = dist.new_group(backend="gloo")
+            with connecting():
+                self._group = dist.new_group(backend="gloo")
         except BaseException:
             self.close()
             raise

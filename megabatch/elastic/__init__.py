@@ -8,6 +8,7 @@ A *world* is the workers that train together. One goes after another:
     worker -> supervisor   ready      it hears signals
                            join       it is in no world, and holds the state after so many images,
                                       or nothing; it may ask for another number of workers
+                           meets      it is about to be connected with the others, or once more
                            met        it is connected with the others of its world
                            begun      the run's folder is this run's: a restart resumes from it
                            pulse      it lives

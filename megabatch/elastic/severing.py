@@ -3,7 +3,8 @@ there, waits no longer.
 
 gloo offers no way to end a sum that waits for a worker which will never come. Its sockets can be
 shut from beside it: it takes that for the other's end. They are known by who holds the other end,
-so that connections to anything else stay.
+so that connections to anything else stay. Where this process waits for connections, the system says
+too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _PROC = Path("/proc")
+_LISTENS = "0A"
 
 
 def sever(processes: Iterable[int]) -> None:
@@ -33,6 +35,14 @@ def sever(processes: Iterable[int]) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
+def listening() -> Iterator[int]:
+    """Ports at which this process waits for connections."""
+    ports = _ends(_LISTENS)
+    for _, key in _sockets(os.getpid()):
+        if key in ports:
+            yield int(ports[key][0].rpartition(":")[2], 16)
+
+
 def _sockets(process: int) -> Iterator[tuple[int, str]]:
     """Descriptors of a process that are sockets, and their numbers in the system."""
     with contextlib.suppress(OSError):
@@ -43,12 +53,14 @@ def _sockets(process: int) -> Iterator[tuple[int, str]]:
                     yield int(entry.name), number.strip("[]")
 
 
-def _ends() -> dict[str, tuple[str, str]]:
-    """A socket's number -> its own address and the other's, as the system writes them."""
+def _ends(state: str = "") -> dict[str, tuple[str, str]]:
+    """A socket's number -> its own address and the other's, as the system writes them; of those in
+    any state, or in one."""
     found = {}
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in (_PROC / "self/net" / table).read_text().splitlines()[1:]:
                 words = line.split()
-                found[words[9]] = (words[1], words[2])
+                if state in ("", words[3]):
+                    found[words[9]] = (words[1], words[2])
     return found

@@ -29,9 +29,9 @@ from megabatch.stopping import StopAsked
 _LOOK_SECONDS = 1.0
 _OUT_SECONDS = 120.0
 """for a worker to come out of a lost world; whatever holds it there, it is ended then"""
-_MEET_SECONDS = 15.0
-"""the same while it still meets the others: it computes nothing, but waits in gloo, which cannot be
-called back, for a connection with one that died before they had it"""
+_MEET_SECONDS = 6.0
+"""the same while it meets the others, or makes another group with them: it computes nothing then,
+but may wait in gloo, which cannot be called back"""
 _START_SECONDS = 600.0
 """for a worker to load what it needs"""
 _LEAVE_SECONDS = 5.0
@@ -73,7 +73,7 @@ class Member:
     world: World | None = None
     """None: it has joined and waits, or has not come so far"""
     met: bool = False
-    """it is connected with the others of its world"""
+    """it is connected with the others of its world, and does not make another group with them"""
     joined: bool = False
     standing: Standing | None = None
     """what it holds of the run, while it waits"""
@@ -206,6 +206,9 @@ class Supervisor:
 
     def _on_pulse(self, member: Member, _: object) -> None:
         """That it was heard is all."""
+
+    def _on_meets(self, member: Member, _: object) -> None:
+        member.met = False
 
     def _on_met(self, member: Member, _: object) -> None:
         member.met = True

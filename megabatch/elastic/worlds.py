@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from megabatch.cluster import Cluster
+from megabatch.elastic.connecting import connecting
 from megabatch.elastic.link import Link, LostWorker, Standing, World, supervised
 from megabatch.errors import RunFailed, UserError
 from megabatch.stopping import StopAsked
@@ -153,9 +154,8 @@ def _meet(link: Link, passage: Passage[Any], grid: tuple[int, int] | None, devic
         assert link.world is not None
         fits = grid is None or grid[0] * grid[1] == link.world.size
         try:
-            cluster = Cluster.from_env(grid if fits else None, device)
-            link.say("met")
-            return cluster
+            with connecting():
+                return Cluster.from_env(grid if fits else None, device)
         except (UserError, RunFailed):
             raise
         except Exception as error:

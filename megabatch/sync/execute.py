@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.cluster import Cluster
+from megabatch.elastic.connecting import connecting
 from megabatch.errors import UserError
 from megabatch.plans import Plan, on_grid
 from megabatch.plans.message import piece
@@ -196,7 +197,8 @@ class Pipeline:
             for lane in range(len(self._lanes)):
                 if (lane, members) in self._groups:
                     continue
-                group = self._groups[lane, members] = dist.new_group(list(members))
+                with connecting():
+                    group = self._groups[lane, members] = dist.new_group(list(members))
                 if cluster.device.type == "cuda" and cluster.rank in members:
                     # NCCL wants all members at a group's first use; sends may not bring them all.
                     dist.all_reduce(torch.zeros(1, device=cluster.device), group=group)
