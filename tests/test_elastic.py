@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -200,41 +201,68 @@ def test_the_command_survives_a_kill_from_outside(tmp_path):
     assert dying.steps_of(run) == steps
 
 
-def member(pipe):
-    """Speaks as a worker does. In the first world one dies when they meet, and the other waits for
-    it where nothing reaches it."""
+def say(pipe, kind, value=None):
+    """As a worker does."""
+    pipe.send_bytes(pickle.dumps((time.monotonic(), kind, value)))
 
-    def say(kind, value=None):
-        pipe.send_bytes(pickle.dumps((time.monotonic(), kind, value)))
 
-    say("ready")
-    say("join", (None, None))
+def joined(pipe):
+    """The first world of a worker that holds nothing."""
+    say(pipe, "ready")
+    say(pipe, "join", (None, None))
     while (heard := pickle.loads(pipe.recv_bytes()))[0] != "world":
         pass
-    world = heard[1]
+    return heard[1]
+
+
+def stuck_with_the_dead(pipe):
+    """In the first world one dies when they meet, and the other waits for it where nothing reaches
+    it."""
+    world = joined(pipe)
     if world.number == 0 and world.rank == 1:
         os._exit(1)
     while world.number == 0:
         time.sleep(0.05)
-        say("pulse")
-    say("met")
-    say("result", world.number)
+        say(pipe, "pulse")
+    say(pipe, "met")
+    say(pipe, "result", world.number)
 
 
-def test_who_waits_for_a_connection_with_the_dead_is_not_waited_for_long(monkeypatch, capfd):
-    monkeypatch.setattr(supervisor, "_MEET_SECONDS", 0.3)
+def stopped_at_first(pipe, marker):
+    """Stands still before it has said a word, once."""
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    say(pipe, "result", joined(pipe).number)
+
+
+def starting(target, *arguments):
+    """What starts such workers for a supervisor."""
     context = multiprocessing.get_context("forkserver")
 
     def start():
         ours, theirs = context.Pipe()
-        process = context.Process(target=member, args=(theirs,))
+        process = context.Process(target=target, args=(theirs, *arguments))
         with theirs:
             process.start()
         return process, ours
 
-    with supervisor.Supervisor(start, 2, Losses(most=3)) as watching:
+    return start
+
+
+def test_who_waits_for_a_connection_with_the_dead_is_not_waited_for_long(monkeypatch, capfd):
+    monkeypatch.setattr(supervisor, "_MEET_SECONDS", 0.3)
+    with supervisor.Supervisor(starting(stuck_with_the_dead), 2, Losses(most=3)) as watching:
         assert watching.run() == 1
     assert "worker 0 of 2 is stuck: it is ended" in capfd.readouterr().err
+
+
+def test_a_worker_that_is_stopped_as_it_starts_is_not_waited_for_long(tmp_path, capfd):
+    """As long as for any other that stands still; one that loads may take its time."""
+    start = starting(stopped_at_first, tmp_path / "stopped")
+    with supervisor.Supervisor(start, 1, Losses(most=3, silent_seconds=0.5)) as watching:
+        assert watching.run() == 0
+    assert re.search(r"worker 0 of 1 is silent for \d+ s: it is ended", capfd.readouterr().err)
 
 
 # By which of its waits for another's address: its own is known by then, but it was not connected.

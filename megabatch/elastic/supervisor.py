@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megabatch.elastic.link import Standing, World
+from megabatch.elastic.processes import look_at
 from megabatch.errors import RunFailed, UserError, WorkerFailed
 from megabatch.scratch import scratch
 from megabatch.stopping import StopAsked
@@ -99,6 +100,11 @@ class Member:
         # Not by multiprocessing, which takes all workers for ended when their server was killed.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
+
+    @property
+    def stopped(self) -> bool:
+        process = look_at(self.process.pid)
+        return process is not None and process.stopped
 
     def how_it_ended(self) -> str:
         self.process.join(_LEAVE_SECONDS)
@@ -294,8 +300,8 @@ class Supervisor:
             return
         now = self._looked
         for member in self._members:
-            patience = self._losses.silent_seconds
-            silent = now - member.heard > (patience if member.ready else _START_SECONDS)
+            loads = not member.ready and not member.stopped
+            silent = now - member.heard > (_START_SECONDS if loads else self._losses.silent_seconds)
             out = _OUT_SECONDS if member.met else _MEET_SECONDS
             stuck = member.recalled is not None and now - member.recalled > out
             if (silent or stuck) and not member.ended:
