@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing.process
 import multiprocessing.util
 import os
 import shutil
@@ -77,10 +78,7 @@ def _remove_own(folder: Path, held: FileIO | None) -> None:
 
 
 def _take_in_multiprocessing(folder: Path) -> None:
-    """multiprocessing keeps its sockets in a folder that a killed process leaves behind: inside
-    ours it is found again."""
-    before, tempfile.tempdir = tempfile.tempdir, str(folder)
-    try:
-        multiprocessing.util.get_temp_dir()
-    finally:
-        tempfile.tempdir = before
+    """multiprocessing keeps its sockets in a folder that a killed process leaves behind, and that
+    it misses aloud at its end if somebody has removed it: it has ours instead."""
+    process = multiprocessing.process.current_process()
+    process._config.setdefault("tempdir", str(folder))  # type: ignore[attr-defined]

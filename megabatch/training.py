@@ -108,7 +108,8 @@ def _train(
         folder = ending.enter_context(RunFolder(place, config, cluster))
         begun = passage.resumes and place is not None
         memory = None if held is None else held.put(parts)
-        state = folder.begin(resume or begun, parts, memory, passage.begun)
+        with passage.as_before():
+            state = folder.begin(resume or begun, parts, memory, passage.begun)
         if train_set.class_names:
             folder.write("classes.json", list(train_set.class_names))
 

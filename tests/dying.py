@@ -95,9 +95,11 @@ def _arm(folder, death, how):
         if mine and _first(folder / str(death)):
             if isinstance(how, BaseException):
                 raise how
+            if callable(how):
+                how(folder)
             if how == HANGS:
                 time.sleep(1000)
-            os.kill(os.getpid(), how)
+            os.kill(os.getpid(), signal.SIGKILL if callable(how) else how)
         return result if after else whole(*arguments, **keywords)
 
     setattr(where, name, armed)

@@ -27,7 +27,7 @@ from megabatch.elastic.heeding import HeedingStore
 from megabatch.elastic.rounds import agree
 from megabatch.elastic.severing import sever
 from megabatch.elastic.supervisor import Losses
-from megabatch.errors import UserError, WorkerFailed
+from megabatch.errors import RunFailed, UserError, WorkerFailed
 from megabatch.launch import run_local
 from megabatch.runs import checkpoint
 
@@ -160,6 +160,17 @@ def test_workers_that_cannot_begin_are_not_replaced_for_ever():
 def test_a_users_mistake_ends_the_run_as_ever(tmp_path):
     with pytest.raises(UserError, match=r"^no$"):
         disturbed(tmp_path, ("before a step", 1, 2), workers=2, how=UserError("no"))
+
+
+def spoil(folder):
+    """The run's folder cannot be written any more, as on a full disk."""
+    (folder / "run" / "environment.json").unlink()
+    (folder / "run" / "environment.json").mkdir()
+
+
+def test_a_disk_that_fails_at_a_loss_is_no_mistake_of_the_users(tmp_path):
+    with pytest.raises(RunFailed, match=r"^the run folder .* cannot be written: Is a directory"):
+        disturbed(tmp_path, ("before a step", 1, 3), how=spoil)
 
 
 def test_a_stopped_worker_is_ended_and_replaced(whole, tmp_path, capfd):

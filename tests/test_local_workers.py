@@ -147,6 +147,15 @@ def test_workers_end_with_the_process_that_started_them(stopped, tmp_path, short
     assert left.name.startswith("megabatch-") and (left / "lock").exists()
 
 
+def test_a_folder_of_temporary_files_that_somebody_removed_is_not_missed(short_tmp):
+    """As what cleans a machine's temporary files does, in a long run."""
+    call = f"run_local(1, print, 'worked'); import shutil; shutil.rmtree({str(short_tmp)!r})"
+    environ = os.environ | {"TMPDIR": str(short_tmp)}
+    with launcher(call, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
+        said = parent.communicate(timeout=PATIENCE_SECONDS)
+    assert (parent.returncode, *said) == (0, "worked\n", "")
+
+
 def stand_still(processes):
     for process in processes:
         os.kill(process, signal.SIGSTOP)

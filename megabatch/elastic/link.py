@@ -84,8 +84,11 @@ class Link:
         # Plain pickle: multiprocessing's own would pass tensors as handles that end with this
         # process.
         message = pickle.dumps((time.monotonic(), kind, value))
-        with self._sending:
-            self._pipe.send_bytes(message)
+        try:
+            with self._sending:
+                self._pipe.send_bytes(message)
+        except ConnectionError:  # nobody is left to hear it
+            self._end_with_supervisor()
 
     def join(self, standing: Standing | None = None, workers: int | None = None) -> World:
         """Wait for the next world, with what this worker holds of the run; the environment says

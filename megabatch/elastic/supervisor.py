@@ -336,7 +336,10 @@ class Supervisor:
                 process, pipe = self._start()
             except OSError as error:
                 if not self._enough():
-                    hint = ": raise it with ulimit -n" if error.errno == errno.EMFILE else ""
+                    hint = {
+                        errno.EMFILE: ": raise it with ulimit -n",
+                        errno.ENOENT: f": somebody has removed {scratch()}",
+                    }.get(error.errno or 0, "")
                     raise WorkerFailed(f"no worker can be started: {error}{hint}") from error
                 self._try_again = time.monotonic() + _AGAIN_SECONDS
                 return

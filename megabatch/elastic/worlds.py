@@ -68,6 +68,17 @@ class Passage(Generic[M]):
         if self._link is not None:
             self._link.say("begun")
 
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """What a world before this one could do in the run's folder is no mistake of the user's
+        when it fails: the disk is full by now, say."""
+        try:
+            yield
+        except UserError as error:
+            if not self.resumes:
+                raise
+            raise RunFailed(str(error)) from None
+
     def heed(self, micro_batches: Iterable[T]) -> Iterable[T]:
         """The same; a world that is lost ends between two of them."""
         return micro_batches if self._link is None else _heeding(self._link, micro_batches)
@@ -156,7 +167,11 @@ def _meet(link: Link, passage: Passage[Any], grid: tuple[int, int] | None, devic
         try:
             with connecting():
                 return Cluster.from_env(grid if fits else None, device)
-        except (UserError, RunFailed):
+        except UserError as error:
+            if not passage.again:
+                raise
+            raise RunFailed(str(error)) from None  # they could before
+        except RunFailed:
             raise
         except Exception as error:
             if not link.explains(error):

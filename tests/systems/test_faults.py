@@ -142,6 +142,27 @@ def test_a_killed_supervisor_leaves_no_workers_and_a_good_checkpoint(environ, al
     assert (result(done.stdout)["weights_sha256"], dying.steps_of(out)) == alone(3)
 
 
+def test_a_supervisor_that_is_killed_while_its_workers_regroup_leaves_none(environ, tmp_path):
+    """Nor the newcomer, which stands still then and has not begun to listen."""
+    out = tmp_path / "run"
+    line = [*MEGABATCH, "--workers", "3", "--epochs", "3", "--out", str(out)]
+    with subprocess.Popen(
+        line, env=environ, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as training:
+        assert await_steps(out, 5, training)
+        workers, servers = dying.workers_of(training.pid), dying.children(training.pid)
+        os.kill(workers[1], signal.SIGKILL)
+        new = until(
+            lambda: {*dying.workers_of(training.pid)} - {*workers}, "the newcomer", training
+        )
+        for newcomer in new:
+            os.kill(newcomer, signal.SIGSTOP)
+        training.kill()
+        _, said = training.communicate(timeout=WAIT_SECONDS)
+    assert gone([*workers, *servers, *new])
+    assert "Traceback" not in said
+
+
 def test_a_run_that_is_told_to_stop_while_a_worker_is_lost_stops(environ, alone, tmp_path):
     out = tmp_path / "run"
     line = [*MEGABATCH, "--workers", "3", "--epochs", "3", "--out", str(out)]
