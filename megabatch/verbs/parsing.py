@@ -96,9 +96,7 @@ def _refuse_empty(words: str, typed: list[str], default: Any) -> None:
         if word == "" or re.fullmatch(r"--[\w.-]+=", word):
             flag = word.removesuffix("=") or before
             if not flag.startswith("--"):
-                raise UserError(
-                    f"megabatch {words} was given an empty word: is a variable not set?"
-                )
+                raise UserError(f"{words} was given an empty word: is a variable not set?")
             if not _already(default, flag):
                 raise UserError(f"{flag} is empty: give it a value, or leave the flag away")
 
