@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 
+import pictures
 import pytest
 from commands import MEGABATCH, last_json, megabatch, megabatch_process
 from dying import held
@@ -474,6 +475,25 @@ def test_evaluating_a_run_of_someone_elses_writes_nowhere(finished, tmp_path):
     found = last_json(megabatch("evaluate", run, "--json"))
     assert found["top1"] == last_json(finished[1])["top1"]
     assert not (tmp_path / "theirs").exists()
+
+
+def test_images_that_were_moved_are_named_anew(tmp_path):
+    pictures.folder(tmp_path / "set", classes=("ant", "bee"), each=8, val=4, size=(16, 16))
+    pictures.folder(tmp_path / "other", classes=("ant", "cat"), each=2, val=2, size=(16, 16))
+    flags = ["--data.path", "set", "--data.size", 8, "--data.channels", 3, "--workers", 1]
+    flags += ["--epochs", 1, "--batch", 16, "--data.skip-bad", 1, "--out", "run"]
+    assert megabatch("train", "digits", *flags, cwd=tmp_path).returncode == 0
+    there = megabatch("evaluate", "run", cwd=tmp_path).stdout
+    (tmp_path / "set").rename(tmp_path / "moved")
+    says = "there is no set: name a folder or an archive of images; --data.path says where"
+    mistaken(megabatch("evaluate", "run", cwd=tmp_path), says)
+    assert megabatch("evaluate", "run", "--data.path", "moved", cwd=tmp_path).stdout == there
+    result = megabatch("evaluate", "run", "--data.path", "other", cwd=tmp_path)
+    assert result.returncode == 2
+    assert (
+        "other has 2 classes (ant, cat), but run knows 2 classes (ant, bee): give images of the "
+        "same classes" in result.stderr
+    )
 
 
 def test_a_second_run_does_not_overwrite_the_first(finished):
