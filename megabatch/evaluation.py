@@ -13,6 +13,7 @@ from torch import nn
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.loader import StepLoader
+from megabatch.data.named import moved
 from megabatch.data.opening import open_sources
 from megabatch.ema import put_averages
 from megabatch.errors import UserError
@@ -23,6 +24,7 @@ from megabatch.process import compute_settings
 from megabatch.runs import checkpoint
 from megabatch.runs.begun import check_run
 from megabatch.runs.progress import counted, counting, say, to_people
+from megabatch.runs.trained import class_names
 from megabatch.runs.verdict import idle_workers
 from megabatch.step import score
 
@@ -35,9 +37,11 @@ def evaluate(
     cluster: Cluster | None = None,
     quiet: bool = True,
     best: bool = False,
+    path: str | None = None,
 ) -> dict[str, Any]:
     """Top-1, top-5 and loss of a run's newest checkpoint; every worker of the cluster calls it.
-    `best`: of its best one, where it kept that.
+    `best`: of its best one, where it kept that. `path`: where the images are now, or others of the
+    same classes.
 
     A run of your own module or data needs them again; the module then holds what was evaluated, the
     average of the weights where the run kept one. Unless `quiet`, the first worker says on standard
@@ -47,7 +51,8 @@ def evaluate(
     config = Config.read(Path(run) / "config.json")
     # What was written there may be anyone's: an evaluation copies nothing and needs no first
     # weights.
-    config = replace(config, init="", data=replace(config.data, local_copy=""))
+    known = None if path is None else class_names(Path(run), config)
+    config = replace(config, init="", data=replace(moved(config.data, path), local_copy=""))
     for own, given, word in ((config.model, model, "model"), (config.data.source, data, "data")):
         if own.startswith("own") and given is None:
             raise UserError(
@@ -62,6 +67,12 @@ def evaluate(
         ending.enter_context(compute_settings(config, cluster))
         say(console, f"reading the images: {whose(config)}")
         _, val_set = open_sources(config, data, cluster, training=False)
+        names = list(val_set.class_names)
+        if known is not None and names != known:
+            raise UserError(
+                f"{path} has {_few(names)}, but {run} knows {_few(known)}: give images of the "
+                f"same classes"
+            )
         net = ending.enter_context(prepared(config, cluster, val_set.classes, model))
         ending.enter_context(halved(net, config))
         checkpoint.load_weights(found, net)
@@ -77,3 +88,9 @@ def evaluate(
         result = score(net, watched, held_out, config, cluster)
     seen = checkpoint.seen(found)
     return {**result, "seen": seen, "checkpoint": str(found), "world": cluster.world}
+
+
+def _few(names: list[str]) -> str:
+    """So many classes, and the first of them by name."""
+    more = ", ..." if len(names) > 3 else ""
+    return f"{len(names)} class{'es' * (len(names) != 1)} ({', '.join(names[:3])}{more})"

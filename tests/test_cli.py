@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 
+import pictures
 import pytest
 from commands import MEGABATCH, last_json, megabatch, megabatch_process
 from dying import held
@@ -20,6 +21,9 @@ from waiting import PATIENCE_SECONDS
 
 from megabatch import models, recipes
 from megabatch.cli import VERBS, main
+from megabatch.config import Config
+from megabatch.verbs.parsing import parse
+from megabatch.verbs.train import Launch, TrainFlags
 from megabatch.verbs.train import read_flags as train_flags
 
 QUICK = ["--epochs", "1", "--device", "cpu"]
@@ -301,6 +305,15 @@ def mistaken(result, says):
         (["evaluate"], "evaluate needs RUN"),
         (["evaluate", "nowhere"], "nowhere is not the folder of a run: megabatch runs lists what"),
         (["bench", "nothing"], "there is no bench"),
+        (["bench", "loader"], "bench loader needs --images: "),
+        (["bench", "loader", "--images", "nowhere"], "there is no folder nowhere"),
+        (["bench", "loader", "--images", ".", "--micro", "0"], "--micro is 0; give 1 or more"),
+        (["bench", "loader", "--images", ".", "--threads", "-1"], "--threads is -1; give 1"),
+        (["bench", "loader", "--images", ".", "--seconds", "nan"], "--seconds is nan"),
+        (["bench", "sync", "--workers", "0"], "--workers is 0; give 1 to"),
+        (["bench", "sync", "--repeats", "0"], "--repeats is 0; give 1 or more"),
+        (["bench", "sync", "--sizes", "0"], "--sizes are bytes, 4 and more"),
+        (["bench", "sync", "--seconds", "nan"], "--seconds is nan; give more than 0"),
     ],
 )
 def test_mistakes_get_one_sentence_and_status_2(arguments, says, tmp_path):
@@ -336,6 +349,20 @@ BEFORE = [
     (["watch", "study"], "study/64-s0 say"),
     (["watch", "study", "--wait"], "study/64-s0 say"),
     (["report", "study/64-s0", "study"], "study/64-s0 say"),
+    # A variable of the shell that is not set.
+    (["train", "digits", "--out", ""], "--out is empty: give it a value, or leave the flag away"),
+    (["train", "digits", "--data.path="], "--data.path is empty: give it a value"),
+    (["study", "digits", "--batches", "64", "--init", ""], "--init is empty"),
+    (["evaluate", ""], "megabatch: evaluate was given an empty word: is a variable not set?"),
+    (["report", "study/64-s0", "--out", ""], "--out is empty"),
+    (["report", "study/64-s0", "--out", "/"], "/ cannot be written: name a file"),
+    (["pack", "", "x.arrow"], "pack was given an empty word"),
+    (["pack", "some.arrow", "x.arrow"], "some.arrow is a pack already: train on it"),
+    (["completion", "bash", "zsh"], "completion writes one script: leave zsh away"),
+    (["runs", "--sort", "x"], "--sort is no flag of megabatch runs: megabatch runs --help"),
+    (["runs", "--jsn"], "did you mean --json?"),
+    (["launch", "--slurm", "digits"], "the run's whole line: megabatch launch ... train digits"),
+    (["launch", "digits", "--hosts", "a,b"], "megabatch launch ... train digits"),
 ]
 # All of them in one process, which must end without torch.
 REFUSING = """
@@ -351,7 +378,8 @@ for arguments in json.load(sys.stdin):
 
 def test_mistakes_are_told_before_a_worker_is_started(tmp_path):
     made_up_run(tmp_path / "study", 64, 0, 0.9)
-    (tmp_path / "file").touch()
+    for name in ("file", "some.arrow"):
+        (tmp_path / name).touch()
     done = subprocess.run(
         [sys.executable, "-c", REFUSING], input=json.dumps([words for words, _ in BEFORE]),
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, cwd=tmp_path,
@@ -361,7 +389,12 @@ def test_mistakes_are_told_before_a_worker_is_started(tmp_path):
     for (arguments, says), (status, said, with_torch) in zip(BEFORE, found, strict=True):
         assert (status, with_torch) == (2, False), (arguments, said)
         assert says in said and said.count("\n") == 1, (arguments, said)
-    assert {path.name for path in tmp_path.iterdir()} == {"study", "file"}
+    assert {path.name for path in tmp_path.iterdir()} == {"study", "file", "some.arrow"}
+
+
+def test_an_empty_word_may_take_back_what_a_config_says():
+    begun = TrainFlags(Launch(), Config(init="weights.pth"))
+    assert parse(TrainFlags, "train x", ["--init", ""], begun).config.init == ""
 
 
 def test_a_share_of_any_images_but_the_recipes_own_is_a_tenth():
@@ -442,6 +475,25 @@ def test_evaluating_a_run_of_someone_elses_writes_nowhere(finished, tmp_path):
     found = last_json(megabatch("evaluate", run, "--json"))
     assert found["top1"] == last_json(finished[1])["top1"]
     assert not (tmp_path / "theirs").exists()
+
+
+def test_images_that_were_moved_are_named_anew(tmp_path):
+    pictures.folder(tmp_path / "set", classes=("ant", "bee"), each=8, val=4, size=(16, 16))
+    pictures.folder(tmp_path / "other", classes=("ant", "cat"), each=2, val=2, size=(16, 16))
+    flags = ["--data.path", "set", "--data.size", 8, "--data.channels", 3, "--workers", 1]
+    flags += ["--epochs", 1, "--batch", 16, "--data.skip-bad", 1, "--out", "run"]
+    assert megabatch("train", "digits", *flags, cwd=tmp_path).returncode == 0
+    there = megabatch("evaluate", "run", cwd=tmp_path).stdout
+    (tmp_path / "set").rename(tmp_path / "moved")
+    says = "there is no set: name a folder or an archive of images; --data.path says where"
+    mistaken(megabatch("evaluate", "run", cwd=tmp_path), says)
+    assert megabatch("evaluate", "run", "--data.path", "moved", cwd=tmp_path).stdout == there
+    result = megabatch("evaluate", "run", "--data.path", "other", cwd=tmp_path)
+    assert result.returncode == 2
+    assert (
+        "other has 2 classes (ant, cat), but run knows 2 classes (ant, bee): give images of the "
+        "same classes" in result.stderr
+    )
 
 
 def test_a_second_run_does_not_overwrite_the_first(finished):

@@ -234,7 +234,7 @@ def test_mistakes_are_one_sentence(runs, tmp_path):
     (odd / "config.json").write_text('{"model": "small", "nonsense": 1}')
     for arguments, sentence in (
         (["export", tmp_path / "none"], "is not the folder of a run"),
-        (["export", empty], "has no good checkpoint"),
+        (["export", empty], "has no good checkpoint: let it train on, by --resume"),
         (["export", odd], "is not the config of a run"),
         (["export", runs / "digits", "--to", "torchvision"], "torchvision has no net like small"),
         (["export", runs / "digits", "--to", "onnx", "--out", "net.bin"], "ends with .onnx"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import time
 from dataclasses import replace
 
@@ -244,8 +245,14 @@ def test_a_pack_is_staged_once_and_again_when_it_changed(packs, tmp_path):
 
 
 def test_the_bench_measures_every_contender_on_the_same_images(packs, tmp_path, capsys):
+    images = tmp_path / "set"
+    shutil.copytree(packs / "set", images)
+    some = next(images.rglob("*.JPEG"))
+    some.with_name("broken.jpg").write_bytes(some.read_bytes()[:40])
+    some.with_name("._hidden.jpg").write_bytes(b"of another system")
+
     def bench(*flags):
-        command = ["bench", "loader", "--images", str(packs / "set"), "--device", "cpu"]
+        command = ["bench", "loader", "--images", str(images), "--device", "cpu"]
         return main([*command, "--size", "16", "--small", "24", "--resident", "12", *flags])
 
     quick = ["--threads", "1", "--micro", "4", "--seconds", "0.02", "--turns", "1"]

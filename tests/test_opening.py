@@ -57,6 +57,19 @@ def test_hidden_files_are_passed_over_and_others_are_named(tmp_path):
     assert open_sources(config_of(root))[0].notes[1] == "1 class without images: dog [x]"
 
 
+def test_colour_that_the_model_does_not_see_gets_a_note(tmp_path):
+    pictures.packed(tmp_path, each=4, val=1, size=(16, 16), raw=12)
+    for name in ("set", "jpeg.arrow", "raw.arrow"):
+        assert open_sources(config_of(tmp_path / name))[0].notes == ()
+        (note,) = open_sources(config_of(tmp_path / name, channels=1))[0].notes
+        assert note.startswith("the images are in colour but seen in grey: --data.channels 3")
+    for image in (tmp_path / "set").rglob("*.JPEG"):
+        image.write_bytes(pictures.encoded(len(image.name), 16, 16, mode="L"))
+    pack(open_origin(tmp_path / "set"), "set", tmp_path / "grey.arrow", Encoding("raw", 12))
+    for name in ("set", "grey.arrow"):
+        assert open_sources(config_of(tmp_path / name, channels=1))[0].notes == ()
+
+
 def test_the_names_of_classes_are_known_from_folders_packs_and_data_sets(tmp_path):
     root = pictures.folder(tmp_path / "set", each=4, val=0)
     (root / "bee").rename(root / "[b] bee")

@@ -174,7 +174,7 @@ def test_another_batch_and_length(recipe, capsys):
         (("--target-seconds", "nan"), "a run in nan s cannot be"),
         (("--price", "-1"), "--price is -1; give a number from 0 on"),
         (("--workload", "vgg"), "did you mean vgg16?"),
-        (("--workload", ""), "there is no model ''"),
+        (("--workload", ""), "--workload is empty: give it a value"),
         (("--gpus", "8", "--grid", "-1", "-8"), "a grid of -1 x -8 is none"),
         (("--machine", "abci", "--target-seconds", "1"), "the fastest, "),
         (("--target-seconds", "60", "--gpus", "8"), "finds the number of GPUs: leave --gpus away"),

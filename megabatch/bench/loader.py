@@ -9,6 +9,7 @@ median of the turns counts.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -90,6 +91,7 @@ Turn = Callable[[float], float]
 
 def run(arguments: list[str]) -> int:
     flags = parse(LoaderFlags, "bench loader", arguments)
+    _check(flags)
     threads = flags.threads or len(os.sched_getaffinity(0))
     cluster = Cluster.from_env(device=flags.device)
     with tempfile.TemporaryDirectory(prefix="megabatch-bench-") as folder:
@@ -120,13 +122,27 @@ def run(arguments: list[str]) -> int:
     return DONE
 
 
+def _check(flags: LoaderFlags) -> None:
+    if not Path(flags.images).is_dir():
+        raise UserError(f"there is no folder {flags.images}: name one that holds JPEGs")
+    for name in ("size", "small", "resident", "most", "micro", "turns"):
+        if getattr(flags, name) < 1:
+            raise UserError(f"--{name} is {getattr(flags, name)}; give 1 or more")
+    if flags.threads < 0:
+        raise UserError(f"--threads is {flags.threads}; give 1 or more, or 0 for one a core")
+    if not 0 < flags.seconds < math.inf:
+        raise UserError(f"--seconds is {flags.seconds:g}; give more than 0")
+
+
 # --- the images --------------------------------------------------------------------------------
 
 
 def _prepare(flags: LoaderFlags, where: Path, threads: int) -> dict[str, Path]:
     """The same images as folders and packs."""
     found = sorted(
-        path for path in Path(flags.images).rglob("*") if path.suffix.lower() in _SUFFIXES
+        path
+        for path in Path(flags.images).rglob("*")
+        if path.suffix.lower() in _SUFFIXES and not path.name.startswith(".")
     )[: flags.most]
     if len(found) < 2 * flags.micro:
         raise UserError(
@@ -149,6 +165,11 @@ def _prepare(flags: LoaderFlags, where: Path, threads: int) -> dict[str, Path]:
     for name, encoding in encodings.items():
         sets[name] = where / name
         pack(origin, "bench", sets[name], encoding, skip_bad=len(found), threads=threads)
+    good = Pack(sets["originals.arrow"])
+    names = {good.name(index) for index in range(len(good))}
+    for link in sets["originals"].rglob("*.JPEG"):
+        if str(link.relative_to(sets["originals"])) not in names:
+            link.unlink()  # unreadable: in no pack either
     small = Pack(sets["small.arrow"])
     for index in range(len(small)):
         path = sets["small"] / small.name(index)

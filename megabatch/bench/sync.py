@@ -26,7 +26,7 @@ from megabatch.bench.links import links, sending
 from megabatch.bench.slowest import slowest
 from megabatch.bench.tcp_ring import tcp_ring
 from megabatch.cluster import Cluster
-from megabatch.errors import DONE
+from megabatch.errors import DONE, UserError
 from megabatch.launch import run_local
 from megabatch.place import under_launcher
 from megabatch.planner import machine_file
@@ -36,6 +36,7 @@ from megabatch.runs.loggers import environment
 from megabatch.sync.choice import Choice, fastest
 from megabatch.sync.execute import Pipeline
 from megabatch.verbs.parsing import parse
+from megabatch.verbs.workers import check_workers
 from megabatch.verbs.writing import check_out
 
 LIMIT, BACKEND, BEST = "bare TCP ring", "backend", "best plan"
@@ -72,6 +73,13 @@ def run(arguments: list[str]) -> int:
         machine_file.check_updatable(flags.machine)
     if flags.out:
         check_out(Path(flags.out), (".json",), "a file of figures")
+    check_workers(flags.workers)
+    if flags.repeats < 1:
+        raise UserError(f"--repeats is {flags.repeats}; give 1 or more")
+    if min(flags.sizes, default=0) < 4:
+        raise UserError("--sizes are bytes, 4 and more: name at least one")
+    if not 0 < flags.seconds < math.inf:
+        raise UserError(f"--seconds is {flags.seconds:g}; give more than 0")
     if not under_launcher():
         print(f"starting {flags.workers} workers", file=sys.stderr, flush=True)
     report = measure(flags) if under_launcher() else run_local(flags.workers, measure, flags)

@@ -3,6 +3,7 @@ torch, so that a slip is answered before a worker is started."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +28,12 @@ def check_named(data: Data) -> None:
 
 
 NO_DIGITS = "the digits live in scikit-learn, which is not installed: pip install 'megabatch[demo]'"
+
+
+def moved(data: Data, path: str | None) -> Data:
+    """A run's images where they are now; None: where they were."""
+    there = data if path is None else replace(data, path=path)
+    return there if there.kind == "folder" else replace(there, skip_bad=0)
 
 
 def check_fitting(data: Data) -> None:

@@ -109,7 +109,30 @@ def open_stored(
     """The train and val parts of a pack, a folder or an archive, without the images left out."""
     check_fitting(config.data)
     if config.data.kind == "pack":
-        return _open_pack(config)
+        train, val = _open_pack(config)
+    else:
+        train, val = _open_origin(config, left_out, cluster, training)
+    train.notes = (*train.notes, *_colour_left_out(train))
+    return train, val
+
+
+def _colour_left_out(train: Decoded) -> tuple[str, ...]:
+    """A note where the first image has colour that the model will not see: few mean it."""
+    if train.data.channels != 1:
+        return ()
+    try:
+        image = train.records.record(int(train.chosen[0]))
+        seen = image if isinstance(image, numpy.ndarray) else pixels(image, 3)
+    except (BadImage, PackError, OSError):  # whoever trains on it says so
+        return ()
+    if (seen == seen[..., :1]).all():
+        return ()
+    return ("the images are in colour but seen in grey: --data.channels 3 takes them as they are",)
+
+
+def _open_origin(
+    config: Config, left_out: Sequence[int], cluster: Cluster | None, training: bool
+) -> tuple[Decoded, Decoded]:
     path = Path(config.data.path)
     try:
         origin = open_origin(path)

@@ -124,7 +124,7 @@ def of_run(run: Path, best: bool = False) -> Path:
     """The newest good checkpoint of a run, or its best; a UserError where there is none."""
     found = newest(run / (BEST if best else CHECKPOINTS))
     if found is None:
-        hint = ": --keep-best keeps one in training" if best else " yet"
+        hint = ": --keep-best keeps one in training" if best else ": let it train on, by --resume"
         if (run / "trial.json").exists():
             hint = ": a study leaves weights with --keep-checkpoints alone"
         raise UserError(f"{run} has no {'best' if best else 'good'} checkpoint{hint}")

@@ -110,7 +110,7 @@ def load(run: Path, best: bool = False) -> Trained:
         checkpoint.load_weights(found, net)
         put_averages(net, checkpoint.load_extra(found))
     net.float().eval()
-    names = _class_names(run, config)
+    names = class_names(run, config)
     named = names is not None and len(names) == count
     mean, std = _scale(config)
     return Trained(
@@ -156,7 +156,7 @@ def _shapes(config: Config, classes: int) -> dict[str, list[int]]:
     return {name: [*t.shape] for name, t in net.state_dict().items()}
 
 
-def _class_names(run: Path, config: Config) -> list[str] | None:
+def class_names(run: Path, config: Config) -> list[str] | None:
     """From the run's classes.json, or from its data where that is still there."""
     written = run / "classes.json"
     if written.exists():

@@ -35,6 +35,8 @@ def run(arguments: list[str]) -> int:
         return DONE
     if shell not in _SHELLS:
         raise UserError(f"there is no completion for {shell!r}: {nearest(shell, _SHELLS)}")
+    if len(arguments) > 1:
+        raise UserError(f"completion writes one script: leave {arguments[1]} away")
     print(_SHELLS[shell]([_verb(name) for name in EXAMPLES if name]), end="")
     return DONE
 

@@ -11,12 +11,18 @@ import tyro
 
 from megabatch.cluster import Cluster
 from megabatch.config import Config
-from megabatch.data.named import check_named
-from megabatch.errors import DONE
+from megabatch.data.named import check_named, moved
+from megabatch.errors import DONE, UserError
 from megabatch.runs.begun import check_run
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.workers import on_workers
 from megabatch.verbs.writing import say_result
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    path: str | None = None
+    """a pack, a folder or an archive of the same classes (none: where the run had its images)"""
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class EvaluateFlags:
     """where to compute"""
     best: bool = False
     """take the best checkpoint, where the run kept it (train --keep-best), not the newest"""
+    data: Elsewhere = Elsewhere()
     json: bool = False
     """the result as JSON, the last line on standard output"""
 
@@ -37,7 +44,12 @@ def run(arguments: list[str]) -> int:
     flags = parse(EvaluateFlags, "evaluate", arguments)
     folder = Path(flags.run)
     check_run(folder)
-    check_named(Config.read(folder / "config.json").data)
+    try:
+        check_named(moved(Config.read(folder / "config.json").data, flags.data.path))
+    except UserError as error:
+        if flags.data.path is not None:
+            raise
+        raise UserError(f"{error}; --data.path says where the run's images are now") from None
     first, result = on_workers(flags.workers, flags.device, 1, evaluate_here, flags)
     if first:
         say_result(
@@ -55,6 +67,8 @@ def evaluate_here(flags: EvaluateFlags) -> tuple[bool, dict[str, Any]]:
 
     cluster = Cluster.from_env(device=flags.device)
     try:
-        return cluster.first, evaluate(flags.run, cluster=cluster, quiet=False, best=flags.best)
+        return cluster.first, evaluate(
+            flags.run, cluster=cluster, quiet=False, best=flags.best, path=flags.data.path
+        )
     finally:
         cluster.leave()

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import tyro
 
+from megabatch import recipes
 from megabatch.config import Data
 from megabatch.data.named import check_fitting
 from megabatch.errors import DONE, UserError
@@ -62,6 +63,8 @@ def run(arguments: list[str]) -> int:
     ours = [word for word in arguments[:at] if word != "--"]
     if other := next((word for word in ours if word in EXAMPLES), None):
         raise UserError(f"launch starts train or study, not {other}: type that one by itself")
+    if at == len(arguments) and (recipe := next((w for w in ours if w in recipes.RECIPES), None)):
+        raise UserError(f"launch wants the run's whole line: megabatch launch ... train {recipe}")
     flags = parse(LaunchFlags, "launch", ours, usage="train|study RECIPE ...")
     _check(flags)
     line, name = _line(arguments[at:], flags.cpu)

@@ -71,6 +71,8 @@ def run(arguments: list[str]) -> int:
 def _check(flags: PackFlags) -> None:
     if not flags.source or not flags.out:
         raise UserError("pack needs a source and an output: megabatch pack SOURCE OUT.arrow")
+    if flags.source.endswith(".arrow") and Path(flags.source).is_file():
+        raise UserError(f"{flags.source} is a pack already: train on it, --data.path FILE.arrow")
     if not flags.out.endswith(".arrow"):
         raise UserError(f"a pack's name ends with .arrow: name it {flags.out}.arrow")
     if not Path(flags.out).parent.is_dir():

@@ -38,6 +38,7 @@ def parse(
     if asked := ASKED & {*arguments}:
         show_help(kind, words, default, usage, whole="--help-all" in asked)
         raise SystemExit(DONE)
+    _refuse_empty(words, arguments, default)
     with mistakes.on_parse_error(functools.partial(_refuse, kind, arguments)):
         flags: Flags = tyro.cli(kind, prog=f"megabatch {words}", args=arguments, **_how(default))
         return flags
@@ -89,6 +90,29 @@ def _flags(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 # --- what was typed wrong ----------------------------------------------------------------------
 
 
+def _refuse_empty(words: str, typed: list[str], default: Any) -> None:
+    """An empty word that changes nothing is a variable of the shell that is not set."""
+    for before, word in itertools.pairwise(["", *typed]):
+        if word == "" or re.fullmatch(r"--[\w.-]+=", word):
+            flag = word.removesuffix("=") or before
+            if not flag.startswith("--"):
+                raise UserError(f"{words} was given an empty word: is a variable not set?")
+            if not _already(default, flag):
+                raise UserError(f"{flag} is empty: give it a value, or leave the flag away")
+
+
+def _already(default: Any, flag: str) -> Any:
+    """What a flag is, where it is left away; None where nobody says."""
+    names = flag.removeprefix("--").replace("-", "_").split(".")
+    holders = [default, *(vars(default).values() if default else ())]  # and unnamed sections
+    for holder in holders:
+        for name in names:
+            holder = getattr(holder, name, None)
+        if holder is not None:
+            return holder
+    return None
+
+
 def _refuse(kind: type, typed: list[str], mistake: mistakes.ParseErrorEvent) -> NoReturn:
     """What tyro found wrong, as one sentence."""
     listed = f"{mistake.prog} --help lists what there is"
@@ -99,13 +123,17 @@ def _refuse(kind: type, typed: list[str], mistake: mistakes.ParseErrorEvent) -> 
                 raise UserError(sentence)
             if word is None:
                 raise UserError(f"{mistake.prog} has no place for {tokens[0]}: {listed}")
-            close = difflib.get_close_matches(word.partition("=")[0], flags_of(kind), n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
+            # Without the dashes, which all of them share.
+            wanted = word.partition("=")[0].lstrip("-")
+            known = {flag.removeprefix("--"): flag for flag in flags_of(kind)}
+            close = difflib.get_close_matches(wanted, known, n=1)
+            hint = f"did you mean {known[close[0]]}? " if close else ""
             raise UserError(f"{word} is no flag of {mistake.prog}: {hint}{listed}")
         case mistakes.InvalidChoice(argument=argument, value=value, choices=choices):
             raise UserError(f"{argument.display_name()} is {value}: {nearest(value, choices)}")
         case mistakes.MissingArgs(missing_arguments=missing):
-            words = ", ".join(one.arg.display_name().upper() for one in missing)
+            names = (one.arg.display_name() for one in missing)
+            words = ", ".join(n if n.startswith("--") else n.upper() for n in names)
             raise UserError(f"{mistake.prog.removeprefix('megabatch ')} needs {words}: {listed}")
         case mistakes.InstantiationFailure(argument=None, message=message):
             raise UserError(message)  # a dataclass that refuses what it is given

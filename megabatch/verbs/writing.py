@@ -15,7 +15,7 @@ from megabatch.runs.progress import to_people
 
 def check_out(out: Path, suffixes: tuple[str, ...], what: str) -> None:
     """Refuse, before any work, a name that cannot be written."""
-    if out.suffix.lower() not in suffixes:
+    if out.name and out.suffix.lower() not in suffixes:
         raise UserError(f"the name of {what} ends with {suffixes[0]}: name it {out}{suffixes[0]}")
     if out.is_dir() or not out.parent.is_dir():
         raise UserError(f"{out} cannot be written: name a file in a folder that is there")
