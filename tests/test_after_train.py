@@ -20,6 +20,7 @@ from waiting import PATIENCE_SECONDS
 
 import megabatch as mb
 from megabatch.cluster import Cluster
+from megabatch.elastic.processes import children
 from megabatch.errors import UserError
 from megabatch.launch import run_local
 from megabatch.sync import heartbeat, lanes, senders
@@ -237,12 +238,11 @@ def left():
     """How many threads, child processes, open files, areas of shared memory and tensors this
     process has, by name; and what it does at a signal."""
     gc.collect()
-    children = [Path(f"/proc/self/task/{task}/children") for task in os.listdir("/proc/self/task")]
     mapped = Path("/proc/self/maps").read_text().splitlines()
     return Counter(
         [
             *(("thread", thread.name) for thread in threading.enumerate()),
-            *(("child", pid) for path in children for pid in path.read_text().split()),
+            *(("child", number) for number in children(os.getpid())),
             # Without their numbers: after a failure one process group is left until the next run.
             *(("file", name.split("[")[0]) for name in _open_files()),
             *(("shared memory", line.split()[-1]) for line in mapped if "/dev/shm" in line),
