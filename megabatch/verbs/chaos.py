@@ -135,7 +135,8 @@ def _rounds(
     flags = ["--workers", str(chaos.workers), "--device", "cpu", "--json"]
     flags += ["--max-restarts", "1000"]
     command = [sys.executable, "-m", "megabatch.cli", "train", str(written), *flags]
-    say(f"the undisturbed run, on {chaos.workers} workers")
+    workers = "1 worker" if chaos.workers == 1 else f"{chaos.workers} workers"
+    say(f"the undisturbed run, on {workers}")
     runs = disk or place
     whole = undisturbed(TrainingJob(command, runs / "whole"), stop)
     put_away(runs / "whole", place if chaos.keep_runs else None)
