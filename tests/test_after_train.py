@@ -317,7 +317,8 @@ def runs_on_workers(folder, plan):
     return Cluster.from_env().gather(found)
 
 
-@pytest.mark.parametrize("plan", ["tree", pytest.param("backend", marks=pytest.mark.systems)])
+@pytest.mark.systems
+@pytest.mark.parametrize("plan", ["tree", "backend"])
 def test_ten_runs_on_two_workers_leave_nothing(tmp_path, plan):
     assert run_local(2, runs_on_workers, tmp_path, plan) == 2 * [[{}, {}]]
 

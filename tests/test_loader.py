@@ -244,6 +244,7 @@ def test_a_pack_is_staged_once_and_again_when_it_changed(packs, tmp_path):
 # --- the bench
 
 
+@pytest.mark.systems
 def test_the_bench_measures_every_contender_on_the_same_images(packs, tmp_path, capsys):
     images = tmp_path / "set"
     shutil.copytree(packs / "set", images)

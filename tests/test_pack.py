@@ -739,6 +739,7 @@ def family(process):
 """
 
 
+@pytest.mark.systems
 def test_a_million_large_images_need_little_memory(tmp_path):
     """In a process of its own, with processes that decode for it: what all of them hold."""
     sparse_pack(tmp_path / "a.arrow", 1_000_000, 3 * 12_000)
@@ -783,6 +784,7 @@ print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
     return int(done.stdout.split()[-1]) * 1024
 
 
+@pytest.mark.systems
 def test_packing_a_million_images_would_take_less_than_a_gigabyte(tmp_path):
     """By what thousands more of them take, of names as long as ImageNet's."""
     peaks = []
@@ -799,6 +801,7 @@ def test_packing_a_million_images_would_take_less_than_a_gigabyte(tmp_path):
     assert peaks[0] + 1_281_167 * each < 1 << 30, (peaks, each)
 
 
+@pytest.mark.systems
 def test_packing_large_images_keeps_few_of_them_in_memory(tmp_path):
     """40 pictures of 12 million pixels would be 1.4 GB decoded; a few at a time are."""
     picture = pictures.encoded(1, 3000, 4000)
