@@ -354,6 +354,7 @@ BEFORE = [
     (["train", "digits", "--data.path="], "--data.path is empty: give it a value"),
     (["study", "digits", "--batches", "64", "--init", ""], "--init is empty"),
     (["evaluate", ""], "megabatch: evaluate was given an empty word: is a variable not set?"),
+    (["evaluate", "torn"], "torn/config.json is not the config of a run: it is not JSON: Unter"),
     (["report", "study/64-s0", "--out", ""], "--out is empty"),
     (["report", "study/64-s0", "--out", "/"], "/ cannot be written: name a file"),
     (["pack", "", "x.arrow"], "pack was given an empty word"),
@@ -380,6 +381,8 @@ def test_mistakes_are_told_before_a_worker_is_started(tmp_path):
     made_up_run(tmp_path / "study", 64, 0, 0.9)
     for name in ("file", "some.arrow"):
         (tmp_path / name).touch()
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "config.json").write_text('{"a')
     done = subprocess.run(
         [sys.executable, "-c", REFUSING], input=json.dumps([words for words, _ in BEFORE]),
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, cwd=tmp_path,
@@ -389,7 +392,8 @@ def test_mistakes_are_told_before_a_worker_is_started(tmp_path):
     for (arguments, says), (status, said, with_torch) in zip(BEFORE, found, strict=True):
         assert (status, with_torch) == (2, False), (arguments, said)
         assert says in said and said.count("\n") == 1, (arguments, said)
-    assert {path.name for path in tmp_path.iterdir()} == {"study", "file", "some.arrow"}
+        assert ("--data.path says" in said) is ("--data.path says" in says), (arguments, said)
+    assert {path.name for path in tmp_path.iterdir()} == {"study", "torn", "file", "some.arrow"}
 
 
 def test_an_empty_word_may_take_back_what_a_config_says():

@@ -9,7 +9,6 @@ median of the turns counts.
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import statistics
@@ -29,6 +28,7 @@ from rich.table import Table
 
 from megabatch.batch import steps
 from megabatch.bench import dataloader
+from megabatch.bench.timing import check_seconds
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.jpeg import Encoding
@@ -130,8 +130,7 @@ def _check(flags: LoaderFlags) -> None:
             raise UserError(f"--{name} is {getattr(flags, name)}; give 1 or more")
     if flags.threads < 0:
         raise UserError(f"--threads is {flags.threads}; give 1 or more, or 0 for one a core")
-    if not 0 < flags.seconds < math.inf:
-        raise UserError(f"--seconds is {flags.seconds:g}; give more than 0")
+    check_seconds(flags.seconds)
 
 
 # --- the images --------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import platform
 import statistics
 import sys
@@ -25,7 +24,7 @@ from megabatch import models
 from megabatch.bench.describe import describe, imported
 from megabatch.bench.rivals import convolutions_alone, plain_step, random_images
 from megabatch.bench.steady import noted, unsteady
-from megabatch.bench.timing import by_turns, time_of, times_faster
+from megabatch.bench.timing import by_turns, check_seconds, time_of, times_faster
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.loader import MicroBatch
@@ -136,8 +135,7 @@ def _check(flags: StepFlags) -> None:
         return
     if not flags.micro or any(micro < 1 for micro in flags.micro):
         raise UserError(f"--micro is {' '.join(map(str, flags.micro))}; give 1 image and more")
-    if not 0 < flags.seconds < math.inf:
-        raise UserError(f"--seconds is {flags.seconds:g}; give more than 0")
+    check_seconds(flags.seconds)
     check_updatable(flags.out)
 
 

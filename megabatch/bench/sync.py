@@ -25,6 +25,7 @@ from rich.table import Table
 from megabatch.bench.links import links, sending
 from megabatch.bench.slowest import slowest
 from megabatch.bench.tcp_ring import tcp_ring
+from megabatch.bench.timing import check_seconds
 from megabatch.cluster import Cluster
 from megabatch.errors import DONE, UserError
 from megabatch.launch import run_local
@@ -78,8 +79,7 @@ def run(arguments: list[str]) -> int:
         raise UserError(f"--repeats is {flags.repeats}; give 1 or more")
     if min(flags.sizes, default=0) < 4:
         raise UserError("--sizes are bytes, 4 and more: name at least one")
-    if not 0 < flags.seconds < math.inf:
-        raise UserError(f"--seconds is {flags.seconds:g}; give more than 0")
+    check_seconds(flags.seconds)
     if not under_launcher():
         print(f"starting {flags.workers} workers", file=sys.stderr, flush=True)
     report = measure(flags) if under_launcher() else run_local(flags.workers, measure, flags)

@@ -3,12 +3,21 @@ a CPU several calls by turns, since others may use it too."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from megabatch.errors import UserError
+
+
+def check_seconds(seconds: float) -> None:
+    """Refuse, before anything is measured, a time in which nothing can be."""
+    if not 0 < seconds < math.inf:
+        raise UserError(f"--seconds is {seconds:g}; give more than 0")
 
 
 def time_of(work: Callable[[], object], seconds: float, device: str) -> float:

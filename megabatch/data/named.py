@@ -33,6 +33,7 @@ NO_DIGITS = "the digits live in scikit-learn, which is not installed: pip instal
 def moved(data: Data, path: str | None) -> Data:
     """A run's images where they are now; None: where they were."""
     there = data if path is None else replace(data, path=path)
+    # Of a pack nothing is left out, though the run's folder may have had images that were.
     return there if there.kind == "folder" else replace(there, skip_bad=0)
 
 

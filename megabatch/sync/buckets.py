@@ -34,9 +34,9 @@ class GradientSum:
 
     After finish() the .grad of every trainable parameter (of its master, where it has one) is the
     sum over the global batch, on every worker, until the next begin(). The control vector rides
-    behind the last bucket. It holds hooks on the parameters until close(), which gives them back
-    without gradients. A worker that dies or stops is named as heartbeat.py says, after
-    `silent_seconds` (None: never).
+    behind the last bucket. From begin() on it may hold hooks on the parameters, until close(),
+    which gives them back without gradients. A worker that dies or stops is named as heartbeat.py
+    says, after `silent_seconds` (None: never).
     """
 
     def __init__(

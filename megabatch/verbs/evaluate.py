@@ -44,8 +44,9 @@ def run(arguments: list[str]) -> int:
     flags = parse(EvaluateFlags, "evaluate", arguments)
     folder = Path(flags.run)
     check_run(folder)
+    data = moved(Config.read(folder / "config.json").data, flags.data.path)
     try:
-        check_named(moved(Config.read(folder / "config.json").data, flags.data.path))
+        check_named(data)
     except UserError as error:
         if flags.data.path is not None:
             raise
