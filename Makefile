@@ -47,9 +47,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# One more than two cores: many tests wait for processes they have stopped or killed.
+# Two more than two cores: many tests wait for processes they have started, stopped or killed.
 test: lint kernels
-	$(BIN)/pytest -n 3 --dist worksteal -m "not systems and not gpu"
+	$(BIN)/pytest -n 4 --dist worksteal -m "not systems and not gpu"
 
 # What needs root, namespaces, browsers or schedulers, or takes long.
 test-systems: install kernels
