@@ -153,6 +153,7 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
             f"some"
         )
     net.train()
+    own = own or is_foreign(config.model)
     settings = config.optimizer
     groups = parameter_groups(
         net,
@@ -190,8 +191,8 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
         device=cluster.device,
         net=net,
         run=run,
-        graph=captured(config, cluster, run, net),
-        own=own or is_foreign(config.model),
+        graph=captured(config, cluster, run, net, own),
+        own=own,
         masters=masters,
         optimizer=optimizer,
         engine=engine,

@@ -75,7 +75,7 @@ def _pass(parts: Parts, micro: MicroBatch, batch: int) -> Tensor:
     key_draws(parts, micro)
     if parts.graph is not None:
         factor = scale.value / batch if scale.on else 1 / batch
-        found, gradients = parts.graph(micro.images, micro.labels, factor)
+        found, gradients = parts.graph(micro, factor)
         parts.engine.add(gradients, found.counts, found.statistics)
         return found.loss / batch
     found = parts.run(micro.images, micro.labels)

@@ -39,12 +39,26 @@ def test_singular_values_come_out_about_alike():
     assert values.max() < 1.3
 
 
-def test_layers_of_one_shape_go_together_as_they_go_alone():
-    tensors = [torch.randn(5, 8) for _ in range(3)] + [torch.randn(8), torch.randn(2, 5, 8)]
-    together = orthogonal(tensors)
-    for tensor, found in zip(tensors, together, strict=True):
-        torch.testing.assert_close(found, orthogonal([tensor])[0])
-    assert torch.equal(together[3], tensors[3])
+@pytest.mark.parametrize("pad", [False, True])
+def test_layers_go_together_as_they_go_alone(pad):
+    shapes = [(5, 8)] * 3 + [(8,), (2, 5, 8), (8, 5), (5, 2), (5, 5), (5, 4, 3, 3), (0, 3)]
+    tensors = [torch.randn(shape) for shape in shapes]
+    tensors += [
+        torch.randn(6, 4, 3, 3).to(memory_format=torch.channels_last),
+        torch.randn(40, 5, 1, 1).to(memory_format=torch.channels_last),
+        torch.randn(7, 5).mT,
+        torch.randn(3, 5, 4).permute(1, 2, 0),
+        torch.randn(5, 16)[:, ::2],
+        torch.randn(5, 9, dtype=torch.float64),
+    ]
+    before = [tensor.clone() for tensor in tensors]
+    for tensor, held, found in zip(tensors, before, orthogonal(tensors, pad), strict=True):
+        assert torch.equal(tensor, held) and found is not tensor
+        alone = held.flatten(1) if held.ndim > 1 else held
+        (expected,) = orthogonal([alone.contiguous()], pad=False)
+        torch.testing.assert_close(found, expected.view(found.shape))
+        if tensor.ndim == 1:
+            assert torch.equal(found, tensor)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -12,10 +12,10 @@ from megabatch.cluster import Cluster
 from megabatch.compiling import compile_net
 from megabatch.config import Config, Data
 from megabatch.data.loader import MicroBatch
-from megabatch.graphs import CapturedPass
+from megabatch.graphs import CapturedPass, captured
 from megabatch.models.resnet import resnet18
 from megabatch.parts import assemble, prepared
-from megabatch.passes import PlainPass, choose
+from megabatch.passes import FusedPass, PlainPass, choose
 from megabatch.step import train_step
 
 # What torch imports for its compiler warns.
@@ -46,18 +46,45 @@ class Replayed:
 
     def replay(self):
         found, gradients = self._captured._work()
-        static = (*self._captured._found, *self._captured._gradients)
-        for held, new in zip(static, (*found, *gradients), strict=True):
+        static = (*self._captured._found, *self._captured._gradients.values())
+        for held, new in zip(static, (*found, *gradients.values()), strict=True):
             held.copy_(new)
 
 
+class Drops(nn.Module):
+    """A net with dropout, and a layer that no image reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 32), nn.Dropout(), nn.Linear(32, 10)
+        )
+        self.idle = nn.Linear(3, 3)
+
+    def forward(self, images):
+        return self.layers(images)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("model", [None, Drops])
 @pytest.mark.parametrize("scale", [1.0, 64.0])
-def test_a_step_by_replayed_passes_has_the_bits_of_one_by_backward(scale, monkeypatch):
-    monkeypatch.setattr(CapturedPass, "_captured", lambda captured: Replayed(captured))
+def test_a_step_by_replayed_passes_has_the_bits_of_one_by_backward(
+    scale, model, refused, monkeypatch, capsys
+):
+    """And one whose passes the device would not capture."""
+
+    def capture(those):
+        if refused:
+            return those._refuse(RuntimeError("not while a stream is captured\nand much more"))
+        return Replayed(those)
+
+    monkeypatch.setattr(CapturedPass, "_captured", capture)
     config = replace(CONFIG, loss_scale=scale)
     found = []
     for graph in (False, True):
-        with prepared(config, ALONE, 10) as net, assemble(config, ALONE, net) as parts:
+        torch.manual_seed(0)
+        own = model and model()
+        with prepared(config, ALONE, 10, own) as net, assemble(config, ALONE, net) as parts:
             assert parts.graph is None
             if graph:
                 parts = replace(parts, graph=CapturedPass(parts.run, net))
@@ -69,6 +96,8 @@ def test_a_step_by_replayed_passes_has_the_bits_of_one_by_backward(scale, monkey
             losses = [loss for result in results for _, loss in result.losses]
         found.append([*net.state_dict().values(), *numbers, *losses])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    said = capsys.readouterr().err
+    assert said.count("\n") == refused and ("while a stream is captured)" in said) is refused
 
 
 def test_a_gpu_whose_kernels_are_left_out_is_told(monkeypatch):
@@ -127,3 +156,71 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(capsys):
         )
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "no kernel for that" in said and "--compile never" in said
+
+
+def test_which_passes_are_captured():
+    """Small ones; by kernels of our own also large ones, if nothing is to leave meanwhile; those of
+    somebody else's model only when asked."""
+    net, gpu = nn.Linear(2, 2), torch.device("cuda")
+    fused, plain = FusedPass.__new__(FusedPass), PlainPass(Config(), CPU, net, MovingAverages(net))
+    small, large = (Config(batch=m, micro=m, span=m, data=Data(size=224)) for m in (256, 1024))
+
+    def is_captured(config, run, world=1, own=False, device=gpu):
+        cluster = Cluster(0, world, 0, world, device, (1, world))
+        return captured(config, cluster, run, net, own) is not None
+
+    for world in (1, 2):
+        assert is_captured(small, fused, world) and is_captured(small, plain, world)
+        assert is_captured(large, fused, world) is (world == 1)
+        assert not is_captured(large, plain, world)
+    for config in (replace(small, compile="never"), replace(small, deterministic=True)):
+        assert is_captured(config, fused) and not is_captured(config, plain)
+    assert not is_captured(small, plain, own=True)
+    always, never = (replace(large, graphs=wish) for wish in ("always", "never"))
+    assert is_captured(always, plain, own=True) and not is_captured(never, fused)
+    assert not is_captured(always, plain, device=CPU)
+
+
+class Draws(nn.Module):
+    """A net that draws from torch's own generator, and stands in for somebody else's."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(64, 32), nn.Linear(32, 10)
+
+    def forward(self, images):
+        return self.after(nn.functional.dropout(self.before(images.flatten(1)), training=True))
+
+
+class Waits(Draws):
+    """One that asks the device for a number: no graph can."""
+
+    def forward(self, images):
+        return super().forward(images) * (1 if images.sum().item() else 0)
+
+
+def on(device, micro):
+    tensors = (t.to(device) for t in (micro.images, micro.labels, micro.positions))
+    return MicroBatch(*tensors, micro.first)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("model", [Drops, Draws, Waits])
+def test_a_net_of_somebody_elses_gives_the_same_bits_captured(model, capsys):
+    gpu = torch.device("cuda")
+    alone = Cluster(0, 1, 0, 1, gpu, (1, 1))
+    found = []
+    for graphs in ("never", "always"):
+        config = replace(CONFIG, compile="never", graphs=graphs)
+        torch.manual_seed(0)
+        with (
+            prepared(config, alone, 10, model()) as net,
+            assemble(config, alone, net, own=True) as parts,
+        ):
+            for batch in (8, 16, 8):
+                there = [on(gpu, micro) for micro in micro_batches(batch)]
+                train_step(parts, there, batch, lr=0.1, momentum=0.9)
+        found.append(list(net.state_dict().values()))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert ("cannot be replayed" in capsys.readouterr().err) is (model is Waits)

@@ -119,8 +119,8 @@ class Config:
     """run the net by kernels of our own where there are some, or compiled by torch (auto: on a GPU,
     never: the net as it is)"""
     graphs: Literal["auto", "always", "never"] = setting("auto", may_change=True)
-    """replay passes as a CUDA graph, where kernels of our own run (auto: on one
-    worker, and where passes are small)"""
+    """replay passes as a CUDA graph (auto: where they are small, and by kernels of our own on one
+    worker too, but no model of somebody else's: what it does in Python would be done once)"""
     bucket_mb: float = setting(25.0, above=0, most=1e6, may_change=True)
     """gradients leave in buckets of this many megabytes"""
     plan: str = setting("backend", may_change=True)

@@ -114,8 +114,8 @@ class Muon(Layerwise):
             moved = list(torch._foreach_mul(buffers, momentum))
             torch._foreach_add_(moved, gradients, alpha=direction)
         else:
-            moved = [buffer.clone() for buffer in buffers]
-        return orthogonal(moved) if group["adapt"] else moved
+            moved = buffers
+        return orthogonal(moved) if group["adapt"] else [each.clone() for each in moved]
 
     def _buffer(self, weight: Tensor) -> Tensor:
         state = self.state[weight]
@@ -136,34 +136,64 @@ def build(settings: Any, groups: list[Group]) -> Muon:
     )
 
 
-def orthogonal(tensors: list[Tensor]) -> list[Tensor]:
-    """Each as the nearest matrix with about equal singular values; vectors as they are."""
-    found = list(tensors)
-    alike: dict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
-    for index, tensor in enumerate(tensors):
+def orthogonal(tensors: list[Tensor], pad: bool | None = None) -> list[Tensor]:
+    """Each as the nearest matrix with about equal singular values; vectors as they are.
+
+    Matrices of one shape go through one product. `pad` (on a GPU): those of as many rows do, with
+    columns of zeros, which change no product of theirs: a net has many layers, few widths, and a
+    launch of its own for each would take longer than the zeros.
+    """
+    found = [tensor.clone() if tensor.ndim < 2 else torch.empty_like(tensor) for tensor in tensors]
+    alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for tensor, place in zip(tensors, found, strict=True):
         if tensor.ndim >= 2 and tensor.numel():
-            alike[tensor.shape, tensor.dtype].append(index)
-    for members in alike.values():  # in one product each: a net has many layers of one shape
-        matrices = torch.stack([tensors[index].flatten(1) for index in members])
-        for index, matrix in zip(members, _iterated(matrices), strict=True):
-            found[index] = torch.empty_like(tensors[index]).copy_(matrix.view_as(tensors[index]))
+            matrix = _wide(tensor)
+            filled = tensor.is_cuda if pad is None else pad
+            columns = None if filled else matrix.shape[1]
+            alike[tensor.device, tensor.dtype, matrix.shape[0], columns].append((matrix, place))
+    for members in alike.values():
+        most = max(matrix.shape[1] for matrix, _ in members)
+        batch = members[0][0].new_zeros(len(members), len(members[0][0]), most)
+        for row, (matrix, _) in zip(batch, members, strict=True):
+            row[:, : matrix.shape[1]] = matrix
+        for row, (matrix, place) in zip(_iterated(batch), members, strict=True):
+            _put(row[:, : matrix.shape[1]], place)
     return found
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A tensor's matrix, its first dimension by the rest, turned so that it has no more rows than
+    columns. In whichever order the rest lies in memory: an order of columns changes nothing."""
+    if _channels_last(tensor):
+        tensor = tensor.permute(0, 2, 3, 1)
+    matrix = tensor.flatten(1)
+    return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+
+
+def _put(matrix: Tensor, place: Tensor) -> None:
+    """Write a matrix to where a tensor of its own lies: the way back from _wide()."""
+    if _channels_last(place):
+        place = place.permute(0, 2, 3, 1)
+    if len(place) != len(matrix):
+        matrix = matrix.mT
+    place.copy_(matrix.unflatten(1, place.shape[1:]))
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _iterated(matrices: Tensor) -> Tensor:
     """The polynomial of each matrix's singular values, without taking it apart."""
     a, b, c = _POLYNOMIAL
-    x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
+    x: Tensor = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
     if matrices.is_cuda and matrices.dtype == torch.float32:
         x = x.bfloat16()  # singular values need not be more alike than it can tell
-    tall = x.shape[1] > x.shape[2]
-    if tall:
-        x = x.mT
     for _ in range(_TIMES):
         square = x @ x.mT
-        x = a * x + torch.baddbmm(square, square, square, beta=b, alpha=c) @ x
-    found: Tensor = x.mT if tall else x
-    return found
+        outer = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        x = torch.baddbmm(x, outer, x, beta=a)
+    return x
 
 
 def _lengths(trust: float, weights: list[Tensor], steps: list[Tensor]) -> Adaptation:
