@@ -87,9 +87,29 @@ def test_the_papers_picture_is_what_its_numbers_draw(tmp_path):
     assert len(dots) == 2 * len(rows) + sum("predicted" in row for row in rows)
 
 
-def test_the_study_that_was_begun():
+def test_the_search_for_its_settings():
     told = page("results/study/README.md")
     for row in result("study/search.json")["rows"]:
-        if row["run"].startswith("probe"):
+        if row["run"].startswith("probe") or not row["finished"]:
             continue
         assert f"{row['top1']:.1%}".replace("%", " %") in told, row["run"]
+
+
+def test_the_study_on_tiny_imagenet():
+    """The kept runs give the kept rows, and pages say what they say."""
+    told, found = page("results/study/README.md"), result("study/tiny30/study.json")
+    assert "megabatch study tiny30 --data.path tiny.arrow --batches 256,4096,8192 --seeds 3" in told
+    for row in found["rows"]:
+        runs = [result(f"study/tiny30/{row['batch']}-s{s}/summary.json") for s in row["seeds"]]
+        assert len(runs) == 3
+        assert 100 * sum(run["top1"] for run in runs) / 3 == pytest.approx(row["top1"])
+        cells = f"{row['top1']:.2f} ± {row['top1_half']:.2f}", f"{row['images_per_second']:,.0f}"
+        assert all(cell in told for cell in cells)
+        assert f"{row['batch']:,}" in page("README.md") and f"{row['top1']:.1f} %" in page(
+            "README.md"
+        )
+        if row["to_baseline"] is not None:
+            assert f"{row['to_baseline']:+.2f} ± {row['to_baseline_half']:.2f}" in told
+            assert f"{abs(row['to_baseline']):.2f} ± {row['to_baseline_half']:.2f}" in page(
+                "docs/study.md"
+            )
