@@ -315,6 +315,7 @@ class FromArea:
         if nbytes == 0:
             self._area = None
         elif self._area is None or self._area.place != place:
+            self._area = None  # a past epoch's is given back before another is mapped
             memory = mmap.mmap(self._file, nbytes, access=mmap.ACCESS_READ, offset=place)
             self._area = Area(place, memory)
 
