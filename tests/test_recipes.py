@@ -62,12 +62,17 @@ def test_goyal2017():
 
 @pytest.mark.parametrize(
     ("batch", "rate"),
-    [(128, 0.05), (256, 0.1), (512, 0.2), (1024, 0.4), (2048, 0.8), (4096, 1.6), (8192, 3.2),
-     (16384, 6.4), (32768, 12.8), (65536, 25.6)],
+    [(64, 0.025), (128, 0.05), (256, 0.1), (512, 0.2), (1024, 0.4), (2048, 0.8), (4096, 1.6),
+     (8192, 3.2), (16384, 6.4), (32768, 12.8), (65536, 25.6)],
 )  # fmt: skip
 def test_goyal2017_at_the_batches_of_the_papers_results(batch, rate):
     config = replace(named("goyal2017", batch=batch), micro=32).check()
     assert config.lr_at(5) == pytest.approx(rate, rel=1e-12)
+    # 5.3 of the paper: above 256 always from 0.1; below there is no warm-up, and no rate above
+    assert config.lr_at(0) == min(0.1, rate)
+    assert max(rates(config, *range(6))) == pytest.approx(rate, rel=1e-12)
+    first = next(how for name, _, how in config.derived(IMAGES, 1) if name == "warm-up steps")
+    assert first == f"5 epochs from {min(0.1, rate):g}"
 
 
 def test_you2018():

@@ -205,6 +205,7 @@ class Config:
         how = formula.format("reference", "batch", "per")
         rule = formula.format(f"{self.lr.reference:g}", self.batch, self.lr.per)
         until = "at" if self.lr.ramp == "constant" else "from"
+        first = self.lr.first(self.batch)
         rows = [
             ("world", str(world), "workers"),
             ("images an epoch", f"{images:,}", "training images"),
@@ -214,7 +215,7 @@ class Config:
             ("micro-batches a step", str(self.batch // self.micro), f"{self.batch} / {self.micro}"),
             ("micro-batches a worker", share, f"{self.batch // self.micro} / {world}"),
             ("steps an epoch", f"{images / self.batch:.2f}", f"{images} / {self.batch}"),
-            ("warm-up steps", str(warm), f"{self.lr.warmup:g} epochs {until} {self.lr.start:g}"),
+            ("warm-up steps", str(warm), f"{self.lr.warmup:g} epochs {until} {first:g}"),
             ("peak rate", f"{peak:g}", f"{how} = {rule}"),
             ("decay", self.lr.decay, f"ends at epoch {self.epochs:g}"),
         ]

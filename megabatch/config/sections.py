@@ -139,7 +139,7 @@ class LearningRate:
     warmup: float = setting(5.0, least=0, most=EPOCHS)
     """epochs of warm-up"""
     start: float = setting(0.0, least=0, most=1e6)
-    """rate at the first step of the warm-up"""
+    """rate at the first step of the warm-up, where the peak is higher (else it is the peak)"""
     ramp: Literal["linear", "quadratic", "constant"] = setting("linear")
     """shape of the warm-up; constant: the starting rate for all of it, then the peak at once"""
     decay: Literal["poly", "cosine", "steps", "constant"] = setting("poly")
@@ -188,6 +188,11 @@ class LearningRate:
         """The rate that a run of this global batch warms up to."""
         return scaled(self.reference, batch, self.per, self.scaling)
 
+    def first(self, batch: int) -> float:
+        """The rate that the warm-up begins at: never above the peak, since Goyal's batches below
+        256 have their own small rate from the first step on."""
+        return min(self.start, self.peak(batch))
+
     def over(self, batch: int, epochs: float) -> Schedule:
         """The schedule of a run of so many epochs that begins with this global batch."""
         peak = self.peak(batch)
@@ -205,7 +210,8 @@ class LearningRate:
             decay = schedule.Constant(rest, peak)
         if self.warmup == 0:
             return decay
-        return schedule.join(schedule.Warmup(self.warmup, peak, self.start, self.ramp), decay)
+        warmup = schedule.Warmup(self.warmup, peak, self.first(batch), self.ramp)
+        return schedule.join(warmup, decay)
 
 
 _NOT_OF = {
