@@ -286,7 +286,8 @@ def test_settings_that_are_left_away_keep_their_defaults():
 def test_resizing_keeps_a_recipes_proportions(name):
     recipe = mb.recipes.named(name)
     longer = recipe.resized(epochs=recipe.epochs * 2, batch=recipe.batch * 4)
-    grow = 1 if recipe.lr.per is None else 4
+    by_rule = {"linear": 4, "sqrt": 2, "none": 1}
+    grow = 1 if recipe.lr.per is None else by_rule[recipe.lr.scaling]
     peak = mb.linear_scaling(recipe.lr.reference, recipe.batch, recipe.lr.per)
     for share in (0.0, 0.05, 0.3, 0.6, 0.99):
         then, now = (c.lr_at(share * c.epochs) for c in (recipe, longer))

@@ -93,6 +93,14 @@ def test_you2018():
     assert table(named("you2018", epochs=64))["steps in all"] == "2,503"
 
 
+@pytest.mark.parametrize(
+    ("batch", "power"), [(512, 2), (1024, 2.5), (4096, 3.5), (8192, 4), (16384, 4.5), (32768, 5)]
+)
+def test_you2018_at_the_batches_of_the_authors_later_code(batch, power):
+    config = replace(named("you2018", batch=batch), micro=16).check()
+    assert config.lr_at(14) == pytest.approx(2**power, rel=1e-12)
+
+
 def test_you2018_alexnet():
     config = mb.recipes.you2018_alexnet()
     found = table(config)
@@ -242,8 +250,9 @@ def test_jias_hybrid_sends_fc6_and_fc7_by_a_ring_and_all_else_hierarchically():
     assert all(plan == hierarchical for name, plan in way.items() if name not in large)
 
 
-def weights_after_two_steps(cluster, name, plan=None):
-    """A small net trained by a recipe's way of summing, on this worker's grid of two rows."""
+def way_of_two_steps(cluster, name, plan=None):
+    """How far a small net's weights go by a recipe's way of summing, on this worker's grid of two
+    rows."""
     cluster = replace(cluster, grid=(2, 2))
     recipe = RECIPES[name]()
     config = mb.Config(
@@ -261,18 +270,19 @@ def weights_after_two_steps(cluster, name, plan=None):
     )
     torch.manual_seed(0)
     net = mb.models.build("small", 10, 1, 8)
+    before = torch.cat([p.detach().flatten() for p in net.parameters()])
     mb.train(config, model=net, cluster=cluster, quiet=True)
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
+    return torch.cat([p.detach().flatten() for p in net.parameters()]) - before
 
 
 @pytest.mark.parametrize("name", ["goyal2017", "you2018", "jia2018", "mikami2018"])
 def test_four_workers_train_by_the_papers_sums(name):
-    found = run_ranks(weights_after_two_steps, 4, name)[0]
-    backend = run_ranks(weights_after_two_steps, 4, name, "backend")[0]
-    assert found.shape == backend.shape
-    # A half wire rounds each gradient to 11 bits.
-    close = 1e-6 if SUMMED[name][1] == "fp32" else 2e-3
-    assert (found - backend).norm() < close * backend.norm()
+    found = run_ranks(way_of_two_steps, 4, name)[0]
+    backend = run_ranks(way_of_two_steps, 4, name, "backend")[0]
+    half = SUMMED[name][1] == "fp16"
+    # Without a loss scale the small gradients of this net are a few of fp16's smallest steps.
+    assert (found - backend).norm() < (0.03 if half else 1e-5) * backend.norm()
+    assert not half or not torch.equal(found, backend)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, (plan, _) in SUMMED.items()
