@@ -20,10 +20,13 @@ from waiting import PATIENCE_SECONDS
 import megabatch as mb
 from megabatch.bench.ratios import RatioFlags, first_step
 from megabatch.planner.chips import CHIPS
+from megabatch.planner.nets import BUILDERS
 from megabatch.planner.peak import share_of_peak
 from megabatch.plans.names import plan_of
 from megabatch.plans.traffic import wire
+from megabatch.plans.wiring import halving_scatter
 from megabatch.recipes import RECIPES
+from megabatch.recipes.imagenet import IMAGES
 from megabatch.runs.folder import State
 from megabatch.verbs import study as study_verb
 from megabatch.verbs import train as train_verb
@@ -74,6 +77,41 @@ def test_every_flag_and_recipe_on_the_page_exists():
     assert named <= set(RECIPES)
     of_papers = {name for name in RECIPES if re.search(r"20\d\d", name)}
     assert of_papers - {"goyal2017"} <= named
+
+
+# What a reader looks for by its number. Goyal: 1706.02677v2, read as a whole; the others: what of
+# them could be read (their tables and figures are only partly known).
+LOOKED_FOR = {
+    "Goyal": [
+        "Table 1", "Table 2a", "Table 2b", "Table 2c", "Tables 3a and 3b", "Figure 2",
+        "Figures 2 to 5", "Figures 1 and 3", "Figure 4", "Figure 6", "Figure 7", "Figure 8",
+        "equations 1 to 4", "equations 5 to 7", "equation 8", "equations 9 and 10", "remark 1",
+        "remark 2", "remark 3", "remark 4", "24.84, 25.88 and 23.74", "41.67 and 26.22",
+        "24.27 and 24.05", "23.92 and 23.68", "23.60", "24.79", "27.55", "33.96", "24.11",
+        "23.84", "22.08", "22.36", "92.5 min", "25.83", "26.09", "29 h", "one hour",
+        "30 s an epoch", "12 % longer", "90 %", "12.8 Gbit/s",
+    ],
+    "You": [
+        "Table 3", "Table 4", "57.6 to 53.1", "44.8", "2.2 points", "58.5", "58.2", "55.0",
+        "60.4", "60.1", "59.3", "57.8", "59.9", "72.7", "73.0", "72.3", "75.3", "75.4", "74.9",
+        "58.6", "10^18", "14 days", "45 h", "20 and 14 min", "52 and 31 min", "in 11",
+    ],
+    "Jia": [
+        "Figure 1", "Figure 2", "Figure 3", "Table 2", "172 to 218", "60.6", "71.9", "76.2",
+        "57.1", "55.8", "58.8", "186", "2,046", "3 and 11 times", "87.9", "4, 6.6 and 8.7 min",
+        "99.2", "75.8", "58.7",
+    ],
+    "Mikami": [
+        "2(X - 1) + 2(Y - 1)", "34k to 68k", "75.03", "75.29", "224 s on 2,176",
+        "91.62 % on 1,088", "122 s on 3,456", "119k", "84.75, 83.10 and 74.08", "1,641,853",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("paper", LOOKED_FOR)
+def test_what_a_reader_of_the_paper_looks_for_has_a_row(paper):
+    section = PAGE.split(f"## {paper} et al.")[1].split("\n## ")[0]
+    assert [each for each in LOOKED_FOR[paper] if each not in section] == []
 
 
 def configs_of(command):
@@ -169,6 +207,47 @@ def test_the_bandwidth_that_goyal_needs():
         assert 8 * float(sent) / 0.12 == pytest.approx(12.8e9, rel=0.02)
 
 
+def test_goyals_44_servers_are_summed_by_binary_blocks():
+    """44 = 32 + 8 + 4: halving within a block, then one step in which it hands its slices to the
+    next larger one; and as many steps back."""
+    blocks = [range(32), range(32, 40), range(40, 44)]
+    handed = dict.fromkeys(blocks, 0)
+    for place, block in enumerate(blocks):
+        for me in block:
+            for send in halving_scatter(me, 44):
+                if send.to in block:
+                    assert send.to - block.start == (me - block.start) ^ (1 << send.step)
+                    continue
+                larger = blocks[place - 1]
+                assert send.to in larger and send.step == len(larger).bit_length() - 1
+                handed[block] += send.slice.share
+    assert [handed[block] for block in blocks] == [0, 1, 1]  # each a whole sum, once
+    assert wire(plan_of("ring:halving_doubling"), 100_000_000, 1, 44).steps == 2 * (5 + 1)
+
+
+def plan_on_the_page(*words):
+    """The forecasts of the page's only `megabatch plan` that has all these words."""
+    (command,) = [c for c in QUICK if c.startswith("megabatch plan") and all(w in c for w in words)]
+    done = megabatch(*shlex.split(command)[1:], "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])["rows"]
+
+
+def test_the_forecasts_are_those_that_the_page_tells():
+    (server,), (servers,) = plan_on_the_page("--gpus 8 "), plan_on_the_page("--gpus 352")
+    # A row of the grid is a server of 8, or there would be one phase and not three.
+    assert (server["grid"], servers["grid"]) == ([1, 8], [44, 8])
+    assert servers["step_seconds"] / server["step_seconds"] == pytest.approx(1.05, abs=0.005)
+    assert IMAGES / servers["images_per_second"] == pytest.approx(28, abs=0.5)
+    assert server["seconds_to_target"] / 3600 == pytest.approx(29 + 33 / 60, abs=1 / 60)
+    fused = {row["bucket_mb"]: row["images_per_second"] for row in plan_on_the_page("buckets")}
+    assert fused[100] / fused[1] == pytest.approx(2.2, abs=0.05)
+    wires = [row["images_per_second"] for row in plan_on_the_page("--compare wire")]
+    assert max(wires) == pytest.approx(min(wires), rel=0.01)
+    assert min(row["seconds_to_target"] for row in plan_on_the_page("2176")) < 224 / 2
+    assert plan_on_the_page("1088")[0]["efficiency"] < 0.9162
+
+
 # --- You: Table 3, peak accuracy, operations ---------------------------------------------------
 
 # Norms of weights and biases of AlexNet-BN at the first iteration, in the table of 1708.03888.
@@ -191,6 +270,14 @@ def test_the_first_steps_weight_norms_are_the_papers():
     # The point of the table: no one rate suits all.
     ratios = [row["ratio"] for row in rows.values()]
     assert max(ratios) > 50 * min(ratios)
+
+
+def test_ninety_epochs_of_resnet50_are_about_so_many_operations():
+    """The abstract's 10^18 and 14 days on an M40, by the planner's own count: 2.8 times as many, a
+    third of the chip's peak."""
+    operations = 6 * sum(e.multiply_adds for e in BUILDERS["resnet50"](224, 3, 1000)) * 90 * IMAGES
+    assert operations == pytest.approx(2.8e18, rel=0.02)
+    assert operations / (14 * 86400) / CHIPS["m40"].flops == pytest.approx(1 / 3, rel=0.05)
 
 
 def test_the_share_of_the_peak_is_operations_over_time_and_peak():
@@ -219,6 +306,19 @@ def test_a_summary_has_the_last_the_best_and_the_median_accuracy(tmp_path):
     written = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert written["median_top1"] == summary.median_top1
     assert summary.peak_share is None  # a CPU's peak is not known
+
+
+def test_statistics_computed_anew_are_worth_what_the_page_says(tmp_path):
+    (command,) = [c for c in QUICK if "--bn-recompute" in c]
+    told = re.search(r"\(top-1 at epoch 2: ([\d.]+) %, without it ([\d.]+) %\)", PAGE)
+    config, _ = train_verb.read_flags("digits", shlex.split(command)[3:])
+    for each, percent in ((config, told[1]), (replace(config, bn_recompute=0), told[2])):
+        out = tmp_path / percent
+        mb.train(each, out=out, quiet=True)
+        records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        top1s = [record["top1"] for record in records if record["kind"] == "evaluation"]
+        # Of 359 images; another machine's rounding may move some.
+        assert 100 * top1s[1] == pytest.approx(float(percent), abs=5)
 
 
 def test_a_resumed_run_remembers_its_evaluations():
