@@ -272,6 +272,22 @@ def test_the_first_steps_weight_norms_are_the_papers():
     assert max(ratios) > 50 * min(ratios)
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--weight-decay", "-1"], "weight_decay is -1; it must be at least 0"),
+        (["--trust", "nan"], "trust is nan: give a finite number"),
+        (["--batch", "1"], "--batch is 1; batch norm needs 2 images and more"),
+        (["--path", "nowhere"], "there is no nowhere"),
+        (["--models", "alexnet_bm"], "did you mean 'alexnet_bn'"),
+    ],
+)
+def test_mistakes_of_bench_ratios_are_one_sentence(flags, sentence):
+    done = megabatch("bench", "ratios", "--models", "small", *flags)
+    assert done.returncode == 2 and not done.stdout
+    assert sentence in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_ninety_epochs_of_resnet50_are_about_so_many_operations():
     """The abstract's 10^18 and 14 days on an M40, by the planner's own count: 2.8 times as many, a
     third of the chip's peak."""

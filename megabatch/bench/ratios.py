@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megabatch.batch import Step
 from megabatch.cluster import Cluster
-from megabatch.config import Config, Data
+from megabatch.config import Config, Data, OptimizerConfig, check_setting
 from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.errors import DONE, UserError
@@ -49,6 +49,8 @@ def run(arguments: list[str]) -> int:
     flags = parse(RatioFlags, "bench ratios", arguments)
     if flags.batch < 2:
         raise UserError(f"--batch is {flags.batch}; batch norm needs 2 images and more")
+    check_setting(OptimizerConfig, "weight_decay", flags.weight_decay)
+    check_setting(OptimizerConfig, "trust", flags.trust)
     if not flags.models:
         raise UserError("bench ratios has no model to look at: give --models alexnet, say")
     found = {model: first_step(flags, model) for model in flags.models}
