@@ -304,6 +304,37 @@ def test_the_share_of_the_peak_is_operations_over_time_and_peak():
     assert share_of_peak("NVIDIA H200", "own Net", 224, 3, 1000, 3000) is None
 
 
+# --- Mikami: what changes with the batch -------------------------------------------------------
+
+
+def test_a_stages_momentum_is_the_optimizers():
+    """Two steps of 64 images and one of 128, by w - lr (m u + g): what the last one's momentum
+    does to the weights is in proportion to it."""
+
+    def trained(momentum):
+        config = mb.Config(
+            batch=64,
+            micro=16,
+            span=16,
+            epochs=256 / 1438,
+            stages=(mb.Stage(128 / 1438, 128, momentum),),
+            deterministic=True,
+            lr=mb.LearningRate(warmup=0, decay="constant"),
+            optimizer=mb.OptimizerConfig(momentum=0.9, trust=None, form="pytorch"),
+            data=mb.recipes.digits().data,
+        )
+        torch.manual_seed(0)
+        net = mb.models.build("small", 10, 1, 8)
+        summary = mb.train(config, model=net, quiet=True)
+        assert summary.steps == 3
+        return torch.nn.utils.parameters_to_vector(net.parameters()).detach().double()
+
+    none, half, whole = trained(0.0), trained(0.45), trained(0.9)
+    went = (whole - none).norm()
+    assert went > 1e-4 * none.norm()
+    assert (whole - none - 2 * (half - none)).norm() < 1e-2 * went
+
+
 # --- how results are reported ------------------------------------------------------------------
 
 
