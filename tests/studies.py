@@ -35,3 +35,8 @@ def made_up_run(
     folder = made_up(study / trial.name, lines, json.loads(trial.config.to_json()), summary=summary)
     write_label(folder, trial)
     return folder
+
+
+def changed(path, **settings):
+    """An object in a file, by hand."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))

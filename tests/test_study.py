@@ -14,7 +14,7 @@ import dying
 import pytest
 import torch
 from run_folders import made_up
-from studies import made_up_run
+from studies import changed, made_up_run
 from waiting import PATIENCE_SECONDS
 
 import megabatch as mb
@@ -534,14 +534,56 @@ def test_the_reading_says_what_can_be_said(study):
     assert "A batch of 1,024 ends 20.50 points below it" in said
     assert "None of them stays within 0.3 points" in said
     assert (
-        "600 images, roughly forecasts where scaling ends; the runs lose accuracy from 256 on"
-        in said
+        "600 images, roughly forecasts where scaling ends; 256 is the first batch to lose more "
+        "than 0.3." in said
     )
     assert (
         "these differ from the recipe by more than their interval: no_warmup at 256 -10.00" in said
     )
     assert "No difference can be seen for gamma_one at 256." in said
     assert "nan" not in said
+
+
+def test_nothing_is_concluded_from_one_seed(tmp_path):
+    made_up_run(tmp_path, 64, 0, 0.9)
+    made_up_run(tmp_path, 256, 0, 0.8)
+    made_up_run(tmp_path, 256, 0, 0.3, kind="probe", noise=600.0)
+    alone = reading(read(tmp_path))
+    assert "A batch of 256 ends 10.00 points below it (one seed: no interval)." in alone
+    assert "within 0.3" not in alone and alone.endswith("roughly forecasts where scaling ends.")
+    made_up_run(tmp_path, 64, 1, 0.9)  # of the baseline two, of the larger batch one
+    assert reading(read(tmp_path)).endswith("roughly forecasts where scaling ends.")
+    made_up_run(tmp_path, 512, 0, 0.9)
+    made_up_run(tmp_path, 512, 1, 0.9)
+    kept = reading(read(tmp_path))
+    assert "512 is the largest batch that stays within 0.3" in kept
+    assert kept.endswith("; up to 512 no batch loses more than 0.3.")
+    made_up_run(tmp_path, 256, 1, 0.8)
+    assert "256 is the first batch to lose more than 0.3." in reading(read(tmp_path))
+
+
+def test_the_probe_of_the_largest_batch_forecasts(tmp_path):
+    for batch, noise in ((256, 400.0), (1024, 900.0), (64, 100.0), (4096, None)):
+        made_up_run(tmp_path, batch, 0, 0.3, kind="probe", noise=noise)
+    study = read(tmp_path)
+    assert study.forecast == 900 and study.probe.batch == 1024
+    assert "scale is 900 images" in study.forecast_in_words()
+    made_up_run(tmp_path, 256, 0, 0.9)
+    _, _, row = study_page(read(tmp_path)).partition("forecast, after")
+    assert "1,024" in row[:80]
+
+
+def test_a_run_whose_metrics_were_cut_does_not_shift_the_curve(tmp_path):
+    for seed in (0, 1):
+        folder = made_up_run(tmp_path, 64, seed, 0.8)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    evaluations = [line for line in lines if "evaluation" in line]
+    whole = [(1, 0.2), (2, 0.4), (3, 0.6), (4, 0.8)]
+    for kept in (evaluations[:2], evaluations[2:], [], [evaluations[0], evaluations[3]]):
+        (folder / "metrics.jsonl").write_text("".join(kept))
+        study = read(tmp_path)
+        assert study.cells[0].curve == [(epoch, pytest.approx(top1)) for epoch, top1 in whole]
+        assert study.epochs_to_baseline(study.cells[0]) == 4
 
 
 def test_a_study_without_a_finished_run_says_so(tmp_path):
@@ -639,4 +681,21 @@ def test_torn_folders_are_left_out(tmp_path):
     (tmp_path / "torn/trial.json").write_text('{"batch": "many"')
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/trial.json").write_text('{"batch": "many", "seed": []}')
-    assert [cell.batch for cell in read(tmp_path).cells] == [64]
+    for seed, batch in enumerate((0, -4, True)):
+        changed(made_up_run(tmp_path, 128, seed, 0.9) / "trial.json", batch=batch)
+    for seed, top1 in enumerate((None, math.nan, 7)):  # no accuracy that a run can have
+        changed(made_up_run(tmp_path, 32, seed, 0.9) / "summary.json", top1=top1)
+    study = read(tmp_path)
+    assert [cell.batch for cell in study.cells if cell.finished] == [64]
+    assert "a batch of 64, ends with 90.00 % top-1 over 1 seed" in reading(study)
+    assert "nan" not in study_page(study).replace("nano", "")
+
+
+def test_a_search_is_not_decided_by_what_is_no_number(tmp_path):
+    for factor, top1 in ((0.5, math.nan), (1.0, 0.5), (2.0, 0.6), (4.0, 0.9)):
+        folder = made_up_run(tmp_path, 64, 0, 0.5, kind="rate", factor=factor)
+        changed(folder / "summary.json", top1=top1)
+    changed(folder / "trial.json", factor=None)
+    study = read(tmp_path)
+    assert study.chosen_factors() == {(RECIPE, 64): 2.0}
+    assert "nan" not in study_page(study).replace("nano", "")

@@ -66,8 +66,8 @@ NOISE_NOTE = (
 
 def noise(study: Study) -> str:
     rows = []
-    if math.isfinite(study.forecast):
-        probe = study.probes[-1]
+    probe = study.probe
+    if probe is not None:
         rows.append(
             (f"forecast, after {probe.run.epoch:.3g} epochs", f"{probe.batch:,}",
              count(study.forecast))

@@ -36,23 +36,16 @@ def _sentences(study: Study) -> Iterator[str]:
     yield from _arms(study)
 
 
-def _largest_kept(study: Study, larger: list[Cell]) -> Cell | None:
-    """The largest batch that ends, by its mean, where the baseline does."""
-    kept = [c for c in larger if study.against_baseline(c).value >= -KEPT_POINTS]
-    return max(kept, key=lambda cell: cell.batch, default=None)
-
-
 def _kept(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
-    if len(base.finished) < 2:  # nothing is concluded from one seed
-        return
-    most = _largest_kept(study, larger)
+    told = _told(base, larger)
+    most = max((c for c in told if _keeps(study, c)), key=lambda cell: cell.batch, default=None)
     if most is not None:
         yield (
             f"By its mean, {most.batch:,} is the largest batch that stays within {KEPT_POINTS:g} "
             f"points of the baseline: {most.batch / base.batch:.3g} times the batch, "
             f"{_ratio(most, base, 'steps')} of the steps."
         )
-    elif larger:
+    elif told:
         yield f"None of them stays within {KEPT_POINTS:g} points of the baseline."
 
 
@@ -62,12 +55,26 @@ def _noise(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
     if not math.isfinite(forecast):
         return
     words = f"The probe's noise scale, {forecast:,.0f} images, roughly forecasts where scaling ends"
-    most = _largest_kept(study, larger) or base
-    ended = [cell.batch for cell in larger if cell.batch > most.batch]
-    if ended:
-        yield f"{words}; the runs lose accuracy from {min(ended):,} on."
+    told = _told(base, larger)
+    lost = [cell.batch for cell in told if not _keeps(study, cell)]
+    if lost:
+        yield f"{words}; {min(lost):,} is the first batch to lose more than {KEPT_POINTS:g}."
+    elif told:
+        most = max(cell.batch for cell in told)
+        yield f"{words}; up to {most:,} no batch loses more than {KEPT_POINTS:g}."
     else:
-        yield f"{words}; up to {most.batch:,} the runs lose none."
+        yield f"{words}."
+
+
+def _told(base: Cell, larger: list[Cell]) -> list[Cell]:
+    """The batches that something is concluded from: one seed shows nothing."""
+    several = [cell for cell in larger if mean(cell.top1s).seeds > 1]
+    return several if mean(base.top1s).seeds > 1 else []
+
+
+def _keeps(study: Study, cell: Cell) -> bool:
+    """Whether a batch ends, by its mean, where the baseline does."""
+    return study.against_baseline(cell).value >= -KEPT_POINTS
 
 
 def _arms(study: Study) -> Iterator[str]:

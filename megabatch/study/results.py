@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.config import Config
+from megabatch.config.sections import IMAGES
 from megabatch.errors import UserError
 from megabatch.runs import record
 from megabatch.runs.record import Record, number
@@ -56,7 +57,9 @@ class Result:
 
     @property
     def finished(self) -> bool:
-        return self.run.summary.get("ended") in ("finished", "target") and not self.run.resumed
+        """It ended by itself, with an accuracy."""
+        ended = self.run.summary.get("ended") in ("finished", "target") and not self.run.resumed
+        return ended and 0 <= self.top1 <= 1
 
     @property
     def top1(self) -> float:
@@ -67,6 +70,12 @@ class Result:
         """Epochs and top-1 of its evaluations."""
         pairs = [(number(e.get("epoch")), number(e.get("top1"))) for e in self.run.evaluations]
         return [pair for pair in pairs if math.isfinite(sum(pair))]
+
+    @property
+    def curve_is_whole(self) -> bool:
+        """It reaches the end of the run, where that is known."""
+        curve, end = self.curve, number(self.run.summary.get("epochs"))
+        return bool(curve) and not (self.finished and curve[-1][0] < end - 1e-6)
 
 
 @dataclass(frozen=True)
@@ -93,8 +102,13 @@ class Cell:
 
     @property
     def curve(self) -> list[tuple[float, float]]:
-        """Epochs and top-1 of its evaluations, the mean over seeds."""
-        curves = [run.curve for run in self.drawn]
+        """Epochs and top-1 of its evaluations, the mean over seeds; of finished runs those whose
+        metrics are whole, or a mean would be of different epochs."""
+        whole = [run.curve for run in self.drawn if run.curve_is_whole]
+        most = {curve[-1][0]: 0 for curve in whole}
+        for curve in whole:
+            most[curve[-1][0]] = max(most[curve[-1][0]], len(curve))
+        curves = [curve for curve in whole if len(curve) == most[curve[-1][0]]]
         return [
             (points[0][0], statistics.fmean(top1 for _, top1 in points))
             for points in zip(*curves, strict=False)
@@ -196,19 +210,19 @@ class Study:
                 "batch": cell.batch,
                 "seeds": [run.seed for run in cell.finished],
                 "failed": {run.seed: run.failure for run in cell.runs if run.failure},
-                "top1": _known(top1.value),
-                "top1_half": _known(top1.half),
-                "median_error": _known(cell.errors("median_top1")[0]),
-                "median_error_deviation": _known(cell.errors("median_top1")[1]),
-                "least_error": _known(cell.errors("best_top1")[0]),
-                "to_baseline": _known(less.value),
-                "to_baseline_half": _known(less.half),
-                "to_recipe": _known(arm.value),
-                "to_recipe_half": _known(arm.half),
-                "epochs_to_baseline": _known(self.epochs_to_baseline(cell)),
-                "steps": _known(cell.summary("steps").value),
-                "images_per_second": _known(cell.summary("images_per_second").value),
-                "seconds": _known(cell.summary("seconds").value),
+                "top1": known(top1.value),
+                "top1_half": known(top1.half),
+                "median_error": known(cell.errors("median_top1")[0]),
+                "median_error_deviation": known(cell.errors("median_top1")[1]),
+                "least_error": known(cell.errors("best_top1")[0]),
+                "to_baseline": known(less.value),
+                "to_baseline_half": known(less.half),
+                "to_recipe": known(arm.value),
+                "to_recipe_half": known(arm.half),
+                "epochs_to_baseline": known(self.epochs_to_baseline(cell)),
+                "steps": known(cell.summary("steps").value),
+                "images_per_second": known(cell.summary("images_per_second").value),
+                "seconds": known(cell.summary("seconds").value),
             }
 
     # --- rates and noise
@@ -222,8 +236,11 @@ class Study:
 
     def chosen(self) -> list[Result]:
         """Of each search the run that did best on held-out training images."""
-        finished = [[run for run in search if run.finished] for search in self.searches()]
-        return [max(search, key=lambda run: run.top1) for search in finished if search]
+        judged = [
+            [run for run in search if run.finished and math.isfinite(run.factor)]
+            for search in self.searches()
+        ]
+        return [max(search, key=lambda run: run.top1) for search in judged if search]
 
     def chosen_factors(self) -> dict[tuple[str, int], float]:
         return {(run.arm, run.batch): run.factor for run in self.chosen()}
@@ -244,23 +261,29 @@ class Study:
             yield f"rates at {batch:,}{whose}, by held-out training images: {tried}; {end}"
 
     @property
+    def probe(self) -> Result | None:
+        """The one that forecasts: of those that tell a noise scale, the largest batch's."""
+        telling = [probe for probe in self.probes if math.isfinite(probe.noise_scale)]
+        return max(telling, key=lambda probe: probe.batch, default=None)
+
+    @property
     def forecast(self) -> float:
         """The batch at which noise and signal of the gradient are even, by the probe (nan: none
         was run)."""
-        known = [p.noise_scale for p in self.probes if math.isfinite(p.noise_scale)]
-        return known[-1] if known else math.nan
+        return math.nan if self.probe is None else self.probe.noise_scale
 
     def forecast_in_words(self) -> str:
-        if not math.isfinite(self.forecast):
+        if self.probe is None:
             return "the probe does not tell where scaling ends: its noise scale is undefined"
         return (
-            f"forecast: after {self.probes[-1].run.epoch:.3g} epochs the gradient's noise scale is "
+            f"forecast: after {self.probe.run.epoch:.3g} epochs the gradient's noise scale is "
             f"{self.forecast:,.0f} images; a batch that large needs about twice the epochs of a "
             f"small one to the same loss, and larger ones in proportion"
         )
 
 
-def _known(value: float) -> float | None:
+def known(value: float) -> float | None:
+    """A number for JSON, which has no nan."""
     return value if math.isfinite(value) else None
 
 
@@ -275,7 +298,7 @@ def read(path: Path) -> Study:
     for folder in folders(path):
         label = read_object(folder / "trial.json")
         batch, seed, factor = (label.get(name) for name in ("batch", "seed", "factor"))
-        if not isinstance(batch, int) or not isinstance(seed, int):
+        if type(batch) is not int or type(seed) is not int or not 0 < batch <= IMAGES:
             continue
         result = Result(
             kind=str(label.get("kind")),
@@ -287,7 +310,8 @@ def read(path: Path) -> Study:
             failure=str(label["failure"]) if "failure" in label else None,
         )
         if result.kind in others:
-            others[result.kind].append(result)
+            if math.isfinite(result.factor):
+                others[result.kind].append(result)
         else:
             key = result.arm, batch
             cells.setdefault(key, Cell(*key)).runs.append(result)
