@@ -101,6 +101,8 @@ def test_every_batch_and_arm_from_every_seed():
     assert recipe.stages == () and recipe.batch == 256 and recipe.lr.peak(256) == 64
     assert by_name["256-no_warmup-s1"] == replace(recipe, seed=1, lr=replace(recipe.lr, warmup=0.0))
     assert by_name["256-slow-s0"].lr.reference == 8
+    plan, _ = read_flags("digits", ["--batches", "64", "--arms", "long=--epochs 40"])
+    assert (plan.configs["long", 64].epochs, plan.configs["long", 64].lr.warmup) == (40, 4)
 
 
 def test_any_flag_of_the_recipe_may_be_given():
@@ -136,6 +138,14 @@ def test_passes_fit_each_batch_unless_they_are_given():
         (["--batches", "64", "--arms", "fp32"], "the arm fp32 changes nothing"),
         (["--batches", "64", "--arms", "sgd=--seed 1"], "an arm of your own is NAME=FLAGS"),
         (["--batches", "64", "--arms", "x=--lr.refrence 1"], "--lr.refrence is no flag"),
+        (["--batches", "64", "--arms", "x=--model 'a"], '"x=--model \'a" cannot be read: No clos'),
+        (["--batches", "64", "--arms", "x=--seed 5"], "every arm is run from the study's seeds"),
+        (["--batches", "64", "--arms", "x=--batch 128"], "arms run at the study's batches"),
+        (["--batches", "64", "--arms", "x=--keep-best"], "leave --keep-best away"),
+        (["--batches", "64", "--arms", "x=--data.tuning-share=0.2"], "arms are judged by the"),
+        (["--batches", "64", "--arms", "x=--lr.warmup 0", "x=--lr.warmup 1"], "has x twice"),
+        (["--batches", "64", "--arms", "x" * 101 + "=--lr.warmup 0"], "at most 100 of them"),
+        (["--batches", "64", "--rates", "1,2", "--data.tuning-share", "0.3"], "--rates holds"),
     ],
 )
 def test_mistakes_are_one_sentence(flags, sentence):
@@ -158,8 +168,9 @@ def test_every_arm_is_a_good_config_that_differs_from_the_recipe(name):
         lars = replace(lars, bn_momentum=1.0)
     elif name in ("constant_warmup", "fixed_rate", "sqrt_rate"):
         lars = mb.recipes.goyal2017()
-    changed = fitted(ARMS[name].change(lars)).check()
-    assert changed != lars and changed.micro >= lars.micro // 4
+    arm = fitted(ARMS[name].change(lars)).check()
+    least = 8 if name == "follow_noise" else 4  # noise is told by eight passes a step
+    assert arm != lars and arm.micro >= lars.micro // least
     assert len(ARMS[name].says) < 70
 
 
@@ -196,6 +207,51 @@ def test_a_batch_that_grows_takes_as_many_steps_at_the_same_rate():
     grown_steps, _ = count_steps(grown.all_stages, 100_000, grown.epochs)
     assert grown_steps == pytest.approx(steps, rel=0.02)
     assert grown.lr_at(15, grown.stages[0].batch) == config.lr_at(15, 4096)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "batch"), [("digits", 32), ("digits", 64), ("digits", 256), ("tiny30", 4096)]
+)
+def test_a_batch_that_follows_the_noise_has_passes_enough_to_tell_it(recipe, batch):
+    """A step of one pass tells no noise: the batch would stay where it began."""
+    plan, _ = read_flags(recipe, ["--batches", f"{batch}", "--arms", "follow_noise"])
+    config = plan.configs["follow_noise", batch]
+    passes, spans = config.noise.least // config.micro, config.noise.least // config.span
+    assert passes == min(8, spans) >= 2
+    assert config.batch == config.noise.least <= max(batch // 4, 2 * config.span)
+    assert config.noise.most == 2 * batch
+    assert config.lr_at(15, config.batch) == pytest.approx(
+        plan.configs[RECIPE, batch].lr_at(15, batch) * config.batch / batch
+    )
+
+
+def test_spans_that_a_batch_is_not_made_of_are_no_arm():
+    """It would be another span's under this one's name."""
+    plan, _ = read_flags("digits", ["--batches", "64,256", "--arms", "span256"])
+    assert plan.configs["span256", 256].span == 256 and ("span256", 64) not in plan.configs
+
+
+@pytest.mark.parametrize("name", ["larc", "lamb"])
+def test_what_does_not_adapt_has_the_full_rate_under_larc_and_lamb(name):
+    for recipe in (mb.recipes.digits(), mb.recipes.named("tiny30", batch=4096)):
+        assert recipe.optimizer.unadapted_rate < 1
+        assert ARMS[name].change(recipe).optimizer.unadapted_rate == 1
+
+
+def test_an_arm_that_cannot_be_had_at_a_batch_is_named_with_it():
+    with pytest.raises(UserError, match="the arm correction at 4,096: muon has no"):
+        read_flags("tiny30", ["--batches", "256,4096", "--arms", "correction"])
+    flags = ["--batches", "256,4096", "--arms", "correction", "--arm-batches", "256"]
+    assert ("correction", 256) in read_flags("tiny30", flags)[0].configs
+
+
+def test_runs_do_not_end_at_a_recipes_target():
+    """They would all end with the same accuracy."""
+    assert mb.recipes.mlperf().target_accuracy is not None
+    plan, _ = read_flags("mlperf", ["--batches", "4096,8192"])
+    assert {config.target_accuracy for config in plan.configs.values()} == {None}
+    plan, _ = read_flags("mlperf", ["--batches", "4096", "--target-accuracy", "0.7"])
+    assert plan.configs[RECIPE, 4096].target_accuracy == 0.7
 
 
 def test_decay_on_everything_and_gamma_one():

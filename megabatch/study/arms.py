@@ -22,6 +22,8 @@ _LARS_RATE, _LARS_PER, _LARS_UNADAPTED = 24.0, 4096, 0.1
 _MUON_RATE, _MUON_UNADAPTED = 48.0, 0.05
 """likewise, at any batch; what does not adapt has the rate of LARS's"""
 _TRUST = 0.001
+_NOISE_PASSES = 8
+"""of the least batch that follows the noise: with two, the estimate is wild"""
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,9 @@ def _lars(config: Config) -> Config:
 
 
 def _larc(config: Config) -> Config:
-    """Its ratio bounds the rate that SGD would have."""
-    return _linear(_optimizer(name="lars", trust=0.002, policy="clip")(config))
+    """Its ratio bounds the rate that SGD would have, and what does not adapt has that rate."""
+    clip = _optimizer(name="lars", trust=0.002, policy="clip", unadapted_rate=1.0)
+    return _linear(clip(config))
 
 
 def _linear(config: Config) -> Config:
@@ -93,7 +96,7 @@ def _linear(config: Config) -> Config:
 
 
 def _lamb(config: Config) -> Config:
-    changed = _layerwise("lamb", weight_decay=1e-2, nesterov=False)(config)
+    changed = _layerwise("lamb", weight_decay=1e-2, nesterov=False, unadapted_rate=1.0)(config)
     return _rate(reference=_LAMB_RATE, per=_LAMB_PER, scaling="sqrt")(changed)
 
 
@@ -113,16 +116,25 @@ def _grow(config: Config) -> Config:
 
 
 def _follow_noise(config: Config) -> Config:
-    """From a quarter of the batch up to twice the batch; the rate goes with it."""
-    first = max(1, config.batch // 4 // config.span) * config.span
+    """From a quarter of the batch up to twice the batch; the rate goes with it. A step of one pass
+    tells no noise, so the least batch is of eight, or of as many as it has spans."""
+    first = max(2, config.batch // 4 // config.span) * config.span
+    if first > config.batch:
+        return config
+    most = first << max(0, (2 * config.batch // first).bit_length() - 1)
+    micro = max(1, min(config.micro, first // _NOISE_PASSES) // config.span) * config.span
     share = first / config.batch
     kept = _rate(reference=config.lr.peak(config.batch) * share, per=None)(config)
-    noise = replace(config.noise, follow=True, least=first, most=8 * first)
-    return replace(kept, batch=first, noise=noise, rate_follows_batch=True)
+    noise = replace(config.noise, follow=True, least=first, most=most)
+    return replace(kept, batch=first, micro=micro, noise=noise, rate_follows_batch=True)
 
 
 def _span(images: int) -> Callable[[Config], Config]:
+    """Where the batch is made of such spans."""
+
     def change(config: Config) -> Config:
+        if config.batch % images:
+            return config
         micro = max(images, config.micro // images * images)
         return replace(config, span=images, micro=micro)
 

@@ -33,6 +33,8 @@ from megabatch.verbs.writing import say, say_result, write_out
 
 _WITHOUT_GPU = 2
 """workers of a machine that has none"""
+_LONGEST_NAME = 100
+"""of an arm, whose runs' folders are called by it"""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class StudyFlags:
 class Given:
     """What is looked at before the recipe is known."""
 
+    epochs: float | None = None
     micro: int | None = None
     save_every: float | None = None
 
@@ -110,6 +113,7 @@ def run(arguments: list[str]) -> int:
         check_workers_here(config, (count,), flags.device)
         check_beginnings(config)
         check_study(plan, Path(out))
+        _check_other_batches(recipe, arguments[1:], plan, Path(out))
     how, call = (flags.workers, flags.device, _WITHOUT_GPU), (plan, out, flags)
     patience = min(config.patience or math.inf for config in plan.configs.values())
     losses = Losses(flags.max_restarts, silent_seconds=patience)
@@ -160,12 +164,20 @@ _NOT_HERE = {
 }
 
 
+_NOT_IN_ARMS = {
+    "--batch": "arms run at the study's batches: give --batches and --arm-batches",
+    "--seed": "every arm is run from the study's seeds: give --seed to the study",
+    "--data.tuning-share": "arms are judged by the images that the recipe is judged by: give "
+    "--data.tuning-share to the study",
+    "--keep": _NOT_HERE["--keep"],
+    "--keep-best": _NOT_HERE["--keep-best"],
+}
+
+
 def read_flags(name: str, arguments: list[str]) -> tuple[Plan, SweepFlags]:
     """The runs that `megabatch study NAME ...` asks for."""
     words = f"study {name}"
-    for word in arguments:
-        if (flag := word.partition("=")[0].replace("_", "-")) in _NOT_HERE:
-            raise UserError(_NOT_HERE[flag])
+    _refuse(arguments, _NOT_HERE)
     given = parse_some(Given, words, arguments)
     default = StudyFlags(SweepFlags(), sized(name, words, arguments))
     flags = parse(StudyFlags, words, arguments, default, usage="--batches N,N,N").sweep
@@ -188,6 +200,15 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Plan, SweepFlags]:
         for batch in sorted({*batches, *arm_batches})
     }
     configs = {(RECIPE, batch): at_batch[batch].check() for batch in batches}
+    rates = tuple(_rates(flags.rates))
+    if rates and configs[RECIPE, batches[0]].data.tuning_share:
+        raise UserError(
+            "--rates holds training images out by itself, and the runs train on all of them: leave "
+            "--data.tuning-share away"
+        )
+    names = [arm.partition("=")[0] for arm in flags.arms]
+    if twice := [arm for arm in names if names.count(arm) > 1]:
+        raise UserError(f"--arms has {twice[0]} twice: name each arm once")
     given_rates = set[str]()
     for arm in flags.arms:
         changed, by_hand = _arm(arm, {batch: at_batch[batch] for batch in arm_batches}, words)
@@ -197,7 +218,7 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Plan, SweepFlags]:
     plan = Plan(
         configs=configs,
         seeds=range(seed, seed + flags.seeds),
-        rates=tuple(_rates(flags.rates)),
+        rates=rates,
         own_rates=frozenset(name for name, arm in ARMS.items() if arm.own_rate),
         given_rates=frozenset(given_rates),
         probe=flags.probe,
@@ -208,14 +229,38 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Plan, SweepFlags]:
 def _at_batch(name: str, batch: int, words: str, arguments: list[str], given: Given) -> Config:
     """The recipe at a batch, with what the command line changes."""
     recipe = sized(name, words, arguments, batch)
-    # A study holds fixed batches against each other; batch-size control is an arm.
-    recipe = replace(recipe, stages=())
+    # A study holds fixed batches against each other by their last accuracies; batch-size control is
+    # an arm, and runs that end at a target would all end alike.
+    recipe = replace(recipe, stages=(), target_accuracy=None)
     config = _changed(recipe, words, arguments)
     if given.micro is None:
         config = fitted(config)
     if given.save_every is None:  # weights are large, and a study has many runs
         config = replace(config, save_every=config.epochs / 3)
     return replace(config, keep=1)
+
+
+def _check_other_batches(name: str, arguments: list[str], plan: Plan, out: Path) -> None:
+    """What lies there at batches that are not asked for now must be of the same recipe too, but for
+    rate and optimizer, which may go with the batch, and the passes it was made of."""
+    from megabatch.study.results import read
+
+    words, given = f"study {name}", parse_some(Given, f"study {name}", arguments)
+    for cell in read(out).cells:
+        if cell.arm != RECIPE or (RECIPE, cell.batch) in plan.configs:
+            continue
+        asked = _at_batch(name, cell.batch, words, arguments, given)
+        for run in cell.runs:
+            if (lies := run.config) is None:
+                continue
+            free = {
+                part: getattr(lies, part) for part in ("seed", "lr", "optimizer", "micro", "span")
+            }
+            if difference := lies.resume_difference(replace(asked, **free)):
+                raise UserError(
+                    f"{out / run.run.name} was begun with {difference}, and a study compares runs "
+                    f"of one recipe: give the same settings, or name another --out"
+                )
 
 
 def _changed(config: Config, words: str, arguments: list[str]) -> Config:
@@ -227,27 +272,46 @@ def _arm(
     arm: str, at_batch: dict[int, Config], words: str
 ) -> tuple[dict[tuple[str, int], Config], bool]:
     """The configs of an arm by its name and batch, and whether its rate is given by hand."""
-    name, made, flags = arm.partition("=")
-    by_hand = False
-    if made:
-        if not _is_name(name) or name in (RECIPE, *ARMS):
-            raise UserError(
-                f"an arm of your own is NAME=FLAGS, its name of letters, digits and _, and no "
-                f"other arm's: not {arm!r}"
-            )
-        changes = shlex.split(flags)
-        changed = {
-            batch: fitted(_changed(config, words, changes)) for batch, config in at_batch.items()
-        }
-        by_hand = any(word.startswith(("--lr.reference", "--lr.per")) for word in changes)
-    elif name not in ARMS:
+    name, made, _ = arm.partition("=")
+    changes = _own_changes(arm) if made else []
+    if not made and name not in ARMS:
         raise UserError(f"there is no arm {name!r}: {nearest(name, ARMS)}")
-    else:
-        changed = {b: fitted(ARMS[name].change(config)) for b, config in at_batch.items()}
-    found = {(name, b): c.check() for b, c in changed.items() if c != at_batch[b]}
+    epochs = parse_some(Given, words, changes).epochs
+    found = {}
+    for batch, config in at_batch.items():
+        try:
+            whole = config.resized(epochs=epochs)
+            arms = _changed(whole, words, changes) if made else ARMS[name].change(config)
+            if (arms := fitted(arms)) != config:
+                found[name, batch] = arms.check()
+        except UserError as error:
+            elsewhere = " (--arm-batches names those that arms run at)" * (len(at_batch) > 1)
+            raise UserError(f"the arm {name} at {batch:,}: {error}{elsewhere}") from None
     if not found:
         raise UserError(f"the arm {name} changes nothing of this recipe: leave it away")
-    return found, by_hand
+    return found, any(word.startswith(("--lr.reference", "--lr.per")) for word in changes)
+
+
+def _own_changes(arm: str) -> list[str]:
+    """The flags of NAME=FLAGS."""
+    name, _, flags = arm.partition("=")
+    if not _is_name(name) or len(name) > _LONGEST_NAME or name in (RECIPE, *ARMS):
+        raise UserError(
+            f"an arm of your own is NAME=FLAGS, its name of letters, digits and _, at most "
+            f"{_LONGEST_NAME} of them, and no other arm's: not {arm!r}"
+        )
+    try:
+        changes = shlex.split(flags)
+    except ValueError as error:
+        raise UserError(f"the flags of the arm {arm!r} cannot be read: {error}") from None
+    _refuse(changes, _NOT_IN_ARMS)
+    return changes
+
+
+def _refuse(arguments: list[str], why: dict[str, str]) -> None:
+    for word in arguments:
+        if (flag := word.partition("=")[0].replace("_", "-")) in why:
+            raise UserError(why[flag])
 
 
 def _is_name(arm: str) -> bool:
@@ -282,7 +346,7 @@ def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
     from megabatch.report.study import study_page
     from megabatch.report.study_rows import table_lines
     from megabatch.study.reading import reading
-    from megabatch.study.results import read
+    from megabatch.study.results import known, read
 
     study = read(out)
     rows = list(study.rows())
@@ -292,7 +356,8 @@ def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
     write_out(page, study_page(study).encode(errors="replace"))
     recipe = next((r.run.config.get("name") for c in study.cells for r in c.runs), None)
     title = f"{recipe or 'study'}: top-1 error against batch size"
-    write_out(out / "error.svg", error_figure(study, title).encode(errors="replace"))
+    if figure := error_figure(study, title):
+        write_out(out / "error.svg", figure.encode(errors="replace"))
     for cell in study.cells:
         title = f"{recipe or 'study'} at {cell.batch:,}: top-1 with the arm {cell.arm}"
         drawn = arm_figure(study, cell.arm, cell.batch, title)
@@ -308,10 +373,10 @@ def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
         "reading": conclusion,
         "rows": rows,
         "rates": [
-            {"arm": run.arm, "batch": run.batch, "rate": run.rate, "times": run.factor}
+            {"arm": run.arm, "batch": run.batch, "rate": known(run.rate), "times": run.factor}
             for run in study.chosen()
         ],
-        "forecast": None if math.isnan(study.forecast) else study.forecast,
+        "forecast": known(study.forecast),
     }
     written = {"command": sys.argv, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **result}
     write_out(out / "study.json", (json.dumps(written, indent=2) + "\n").encode())
