@@ -322,6 +322,12 @@ def test_rates_are_searched_at_each_batch_and_chosen_by_held_out_images(tmp_path
     assert "chosen" in study_page(found)
 
 
+def test_rates_that_lie_close_have_a_folder_each():
+    plan, _ = read_flags("digits", ["--batches", "64", "--rates", "0.1,0.10000001,1"])
+    names = [trial.name for trial in plan.search()]
+    assert names == ["rate-64-x0.1-s0", "rate-64-x0.10000001-s0", "rate-64-x1-s0"]
+
+
 # --- running -----------------------------------------------------------------------------------
 
 SHORT = ["digits", "--batches", "64,256", "--epochs", "0.2", "--workers", "1", "--device", "cpu"]

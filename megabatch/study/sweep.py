@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from megabatch.runs.alive import mark
 from megabatch.runs.progress import Due, clock
 from megabatch.stopping import stop_is_kept
 from megabatch.study.results import read
-from megabatch.study.trials import Plan, Trial, read_object, state, write_label
+from megabatch.study.trials import Plan, Trial, mend_label, state, write_label
 from megabatch.sync.heartbeat import Stalled
 from megabatch.training import train
 
@@ -117,8 +118,8 @@ def study(
     way then has a checkpoint).
     """
     with _held(out, cluster):
-        if retry and cluster.first:
-            _forget_failures(plan, out)
+        if retry:
+            cluster.agree(partial(_forget_failures, plan, out))
         sweep = Sweep(out, cluster, say, keep_checkpoints, verbose)
         if plan.probe:
             if sweep.over(plan.probes(), "a probe of the noise") == "stopped":
@@ -139,8 +140,8 @@ def _chosen_rates(out: Path) -> tuple[dict[tuple[str, int], float], list[str]]:
 
 
 def _forget_failures(plan: Plan, out: Path) -> None:
-    for trial in (*plan.probes(), *plan.search(), *plan.runs({})):
-        if "failure" in read_object(out / trial.name / "trial.json"):
+    for trial in (*plan.probes(), *plan.search(), *plan.runs(read(out).chosen_factors())):
+        if state(out / trial.name, trial) == "failed":
             remove(out / trial.name)
 
 
@@ -157,14 +158,13 @@ class Sweep:
     def over(self, trials: list[Trial], what: str) -> str:
         """How it ended: finished or stopped."""
         out, cluster, say = self._out, self._cluster, self._say
-        states = cluster.agree(lambda: [state(out / trial.name, trial) for trial in trials])
+        states = cluster.agree(lambda: [self._state(trial) for trial in trials])
         over = "finished", "failed"
         waiting = [trial for trial, now in zip(trials, states, strict=True) if now not in over]
         say(f"{what}: {_plan_in_words(states)}")
         for number, trial in enumerate(waiting):
             place, began = out / trial.name, time.monotonic()
-            if cluster.first:
-                write_label(place, trial)
+            cluster.agree(partial(write_label, place, trial))
             # One that came in the last moments of a run, on any worker, stops the next.
             if any(cluster.gather(stop_is_kept())):
                 return "stopped"
@@ -182,6 +182,12 @@ class Sweep:
             if failure is not None and supervised() is not None:
                 raise Regroup  # if it was here alone (a disk, say), the others wait in a step
         return "finished"
+
+    def _state(self, trial: Trial) -> str:
+        found = state(self._out / trial.name, trial)
+        if found == "finished":
+            mend_label(self._out / trial.name, trial)
+        return found
 
     def _run(self, trial: Trial) -> tuple[Summary | None, str | None]:
         """How one run ended, or why it failed."""
@@ -211,7 +217,7 @@ class Sweep:
         place = self._out / trial.name
         if failure is not None:
             # Perhaps this worker alone failed, perhaps all at once: then one of them tells.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, UserError):
                 held = lock(place / ".failing")
                 if held is not None:
                     with held:

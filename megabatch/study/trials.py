@@ -46,7 +46,7 @@ class Trial:
     def name(self) -> str:
         arm = "" if self.arm == RECIPE else f"{self.arm}-"
         if self.kind == "rate":
-            return f"rate-{self.batch}-{arm}x{self.factor:g}-s{self.seed}"
+            return f"rate-{self.batch}-{arm}x{self.factor:.15g}-s{self.seed}"
         return f"{'probe-' * (self.kind == 'probe')}{self.batch}-{arm}s{self.seed}"
 
     def label(self) -> dict[str, Any]:
@@ -124,8 +124,21 @@ def _for_tuning(config: Config, seed: int) -> Config:
 
 def write_label(folder: Path, trial: Trial, failure: str | None = None) -> None:
     record = trial.label() | ({"failure": failure} if failure is not None else {})
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "trial.json", (json.dumps(record, indent=2) + "\n").encode())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "trial.json", (json.dumps(record, indent=2) + "\n").encode())
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror or error}): make room there, then give "
+            f"the same command again"
+        ) from None
+
+
+def mend_label(folder: Path, trial: Trial) -> None:
+    """Of a finished run: a study counts its runs by what their labels say."""
+    found = read_object(folder / "trial.json")
+    if {name: found.get(name) for name in trial.label()} != trial.label():
+        write_label(folder, trial)
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -141,10 +154,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def state(folder: Path, trial: Trial) -> str:
     """new, begun, finished or failed; an error where the folder holds another run."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is no folder: remove it, or name another --out")
     failed = "failure" in read_object(folder / "trial.json")
     written = folder / "config.json"
     if is_plain(written):
-        difference = Config.read(written).resume_difference(trial.config)
+        try:
+            difference = Config.read(written).resume_difference(trial.config)
+        except UserError as error:
+            raise UserError(f"{error}; remove {folder} to run it anew") from None
         if difference is not None:
             raise UserError(
                 f"{folder} was begun with {difference}: give the same settings, or name another "

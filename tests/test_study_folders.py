@@ -1,0 +1,93 @@
+"""Studies whose folders were torn, mixed or filled by others: nothing is lost, nothing is mixed."""
+
+import json
+
+import pytest
+from studies import changed, made_up_run
+
+from megabatch.cli import main
+from megabatch.errors import DONE, UserError
+from megabatch.study import sweep
+from megabatch.study.results import read
+from megabatch.study.trials import RECIPE, Trial, state, write_label
+
+HERE = ["--workers", "1", "--device", "cpu"]
+ONE = ["digits", "--batches", "64", "--epochs", "0.1", *HERE]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("study") / "study"
+    assert main(["study", *ONE, "--out", str(out)]) == DONE
+    return out
+
+
+@pytest.fixture
+def again(finished, monkeypatch):
+    """The same study once more: the folder, and what was run."""
+    ran, real = [], sweep.train
+    monkeypatch.setattr(sweep, "train", lambda *a, **k: ran.append(k["out"].name) or real(*a, **k))
+    return finished, ran
+
+
+@pytest.mark.parametrize("label", ["", "{", "[]", '{"batch": 64}', None])
+def test_a_finished_run_counts_whatever_became_of_its_label(again, label):
+    out, ran = again
+    written = out / "64-s0/trial.json"
+    before = written.read_text()
+    written.write_text(label) if label is not None else changed(written, arm="other", seed=7)
+    assert [(cell.arm, cell.batch) for cell in read(out).cells] != [(RECIPE, 64)]
+    assert main(["study", *ONE, "--out", str(out)]) == DONE
+    assert ran == [] and written.read_text() == before
+    rows = json.loads((out / "study.json").read_text())["rows"]
+    assert [(row["arm"], row["batch"], row["seeds"]) for row in rows] == [(RECIPE, 64, [0])]
+
+
+def test_a_retry_keeps_what_has_finished(again):
+    """A worker may fail in the moment after the first one has written the summary."""
+    out, ran = again
+    label = out / "64-s0/trial.json"
+    before = label.read_text()
+    changed(label, failure="another worker was lost in the last moment")
+    assert main(["study", *ONE, "--retry", "--out", str(out)]) in (DONE, 1)
+    assert ran == [] and (out / "64-s0/summary.json").exists()
+    label.write_text(before)
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting"),
+    [
+        (["digits", "--label-smoothing", "0"], "label_smoothing 0.1 but 0"),
+        (["digits", "--epochs", "0.2"], "epochs 0.1 but 0.2"),
+        (["digits", "--model", "small20"], "model small but small20"),
+    ],
+)
+def test_another_recipe_is_refused_at_other_batches_too(finished, flags, setting, capfd):
+    name, *rest = flags
+    line = ["study", name, "--batches", "128", "--epochs", "0.1", *rest, *HERE]
+    assert main([*line, "--out", str(finished)]) == 2
+    said = capfd.readouterr().err
+    assert f"64-s0 was begun with {setting}" in said.replace("'", "")
+    assert "a study compares runs of one recipe" in said and not (finished / "128-s0").exists()
+
+
+def test_rate_and_optimizer_may_go_with_the_batch(tmp_path):
+    out = str(tmp_path / "study")
+    assert main(["study", *ONE, "--lr.reference", "8", "--out", out]) == DONE
+    other = ["digits", "--batches", "128", "--epochs", "0.1", "--seeds", "2", *HERE]
+    assert main(["study", *other, "--out", out]) == DONE
+    assert [cell.batch for cell in read(tmp_path / "study").cells] == [64, 128]
+
+
+def test_what_is_in_a_runs_place_is_named_with_the_way_out(tmp_path):
+    folder = made_up_run(tmp_path, 64, 0, 0.9)
+    trial = Trial("run", RECIPE, 64, read(tmp_path).cells[0].runs[0].config)
+    assert state(folder, trial) == "finished"
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json is not the config .* remove .*64-s0 to run"):
+        state(folder, trial)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="file is no folder: remove it"):
+        state(tmp_path / "file", trial)
+    with pytest.raises(UserError, match=r"64-s0 cannot be written .*make room there"):
+        write_label(tmp_path / "file/64-s0", trial)
