@@ -24,11 +24,13 @@ def main():
     study, kept = arguments.study, arguments.kept
     kept.mkdir(parents=True, exist_ok=True)
     write(kept / "study.json", cleaned(json.loads((study / "study.json").read_text())))
-    for run in sorted(path.parent for path in study.glob("*/summary.json")):
+    for run in sorted(path.parent for path in study.glob("*/trial.json")):  # those that failed too
         (kept / run.name).mkdir(exist_ok=True)
         for name in FILES:
-            write(kept / run.name / name, cleaned(json.loads((run / name).read_text())))
-        (kept / run.name / "metrics.jsonl").write_text("".join(thinned(run / "metrics.jsonl")))
+            if (run / name).exists():
+                write(kept / run.name / name, cleaned(json.loads((run / name).read_text())))
+        if (run / "metrics.jsonl").exists():
+            (kept / run.name / "metrics.jsonl").write_text("".join(thinned(run / "metrics.jsonl")))
     for picture in study.glob("*.svg"):
         (kept / picture.name).write_text(picture.read_text())
     page = [sys.executable, "-m", "megabatch.cli", "report", kept, "--out", kept / "report.html"]
@@ -38,7 +40,7 @@ def main():
 def thinned(metrics):
     lines = metrics.read_text().splitlines(keepends=True)
     steps = [i for i, line in enumerate(lines) if '"kind": "train"' in line]
-    every = -(-len(steps) // STEPS)
+    every = max(1, -(-len(steps) // STEPS))
     stay = set(steps[::-every])
     for i, line in enumerate(lines):
         if i in stay or '"kind": "evaluation"' in line:

@@ -602,8 +602,7 @@ def test_the_reading_says_what_can_be_said(study):
     assert (
         "these differ from the recipe by more than their interval: no_warmup at 256 -10.00" in said
     )
-    assert "No difference can be seen for gamma_one at 256." in said
-    assert "nan" not in said
+    assert "One seed tells nothing of gamma_one at 256." in said and "nan" not in said
 
 
 def test_nothing_is_concluded_from_one_seed(tmp_path):

@@ -1,6 +1,9 @@
 """Studies whose folders were torn, mixed or filled by others: nothing is lost, nothing is mixed."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from studies import changed, made_up_run
@@ -9,7 +12,7 @@ from megabatch.cli import main
 from megabatch.errors import DONE, UserError
 from megabatch.study import sweep
 from megabatch.study.results import read
-from megabatch.study.trials import RECIPE, Trial, state, write_label
+from megabatch.study.trials import RECIPE, Trial, at_rate, state, write_label
 
 HERE = ["--workers", "1", "--device", "cpu"]
 ONE = ["digits", "--batches", "64", "--epochs", "0.1", *HERE]
@@ -91,3 +94,31 @@ def test_what_is_in_a_runs_place_is_named_with_the_way_out(tmp_path):
         state(tmp_path / "file", trial)
     with pytest.raises(UserError, match=r"64-s0 cannot be written .*make room there"):
         write_label(tmp_path / "file/64-s0", trial)
+
+
+def test_a_search_that_chooses_otherwise_says_what_to_do_with_the_runs(tmp_path):
+    made_up_run(tmp_path, 64, 0, 0.9, factor=0.5)
+    begun = read(tmp_path).cells[0].runs[0].config
+    chosen = Trial("run", RECIPE, 64, at_rate(begun, 4), 2.0)
+    with pytest.raises(UserError) as refused:
+        state(tmp_path / chosen.name, chosen)
+    assert "64-s0 was run at 0.5 times its rate, and the search now chooses 2 times" in str(
+        refused.value
+    )
+
+
+def test_what_is_kept_of_a_study_tells_of_the_runs_that_failed_too(tmp_path):
+    study, kept = tmp_path / "study", tmp_path / "kept"
+    made_up_run(study, 64, 0, 0.9)
+    failed = made_up_run(study, 64, 0, 0.1, arm="sgd")
+    for name in ("summary.json", "environment.json"):
+        (failed / name).unlink()
+    (failed / "metrics.jsonl").write_text("")
+    changed(failed / "trial.json", failure="it diverged in /home/me/runs")
+    (study / "study.json").write_text('{"command": ["/home/me/megabatch/cli.py", "study"]}')
+    script = Path(__file__).parent.parent / "scripts/keep_study.py"
+    subprocess.run([sys.executable, script, study, kept], check=True)
+    found = {(cell.arm, run.failure) for cell in read(kept).cells for run in cell.runs}
+    assert found == {(RECIPE, None), ("sgd", "it diverged in /home/me/runs")}
+    assert "it diverged" in (kept / "report.html").read_text()
+    assert json.loads((kept / "study.json").read_text())["command"] == ["megabatch", "study"]

@@ -93,10 +93,16 @@ def _arms(study: Study) -> Iterator[str]:
             for cell, diff in seen
         )
         yield f"Of the arms, these differ from the recipe by more than their interval: {listed}."
-    unseen = [cell for cell, diff in arms if not _is_seen(diff)]
+    unseen = [cell for cell, diff in arms if math.isfinite(diff.half) and not _is_seen(diff)]
     if unseen:
-        listed = ", ".join(f"{cell.arm} at {cell.batch:,}" for cell in unseen)
-        yield f"No difference can be seen for {listed}."
+        yield f"No difference can be seen for {_listed(unseen)}."
+    alone = [cell for cell, diff in arms if not math.isfinite(diff.half)]
+    if alone:
+        yield f"One seed tells nothing of {_listed(alone)}."
+
+
+def _listed(cells: list[Cell]) -> str:
+    return ", ".join(f"{cell.arm} at {cell.batch:,}" for cell in cells)
 
 
 def difference_in_words(diff: Mean) -> str:

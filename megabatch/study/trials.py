@@ -156,7 +156,7 @@ def state(folder: Path, trial: Trial) -> str:
     """new, begun, finished or failed; an error where the folder holds another run."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is no folder: remove it, or name another --out")
-    failed = "failure" in read_object(folder / "trial.json")
+    label = read_object(folder / "trial.json")
     written = folder / "config.json"
     if is_plain(written):
         try:
@@ -164,13 +164,19 @@ def state(folder: Path, trial: Trial) -> str:
         except UserError as error:
             raise UserError(f"{error}; remove {folder} to run it anew") from None
         if difference is not None:
+            if difference.startswith("lr.reference") and label.get("factor") != trial.factor:
+                raise UserError(
+                    f"{folder} was run at {label.get('factor')} times its rate, and the search now "
+                    f"chooses {trial.factor:g} times: remove the runs at {trial.batch:,} to make "
+                    f"them anew, or name another --out"
+                )
             raise UserError(
                 f"{folder} was begun with {difference}: give the same settings, or name another "
                 f"--out"
             )
         if read_object(folder / "summary.json").get("ended") in ("finished", "target"):
             return "finished"
-    return "failed" if failed else "begun" if is_plain(written) else "new"
+    return "failed" if "failure" in label else "begun" if is_plain(written) else "new"
 
 
 def folders(study: Path) -> Iterator[Path]:
