@@ -16,7 +16,7 @@ from megabatch.errors import UserError
 from megabatch.recipes import BY_BATCH, doubts, named
 from megabatch.recipes.by_batch import fitted, lost_points, row_at, same_share
 from megabatch.recipes.mlperf import ROWS, mlperf
-from megabatch.recipes.tiny import LONG, SHORT
+from megabatch.recipes.tiny import LONG, SHORT, tiny, tiny30
 from megabatch.verbs.train import read_flags
 
 TABLES = [ROWS, LONG, SHORT]
@@ -157,3 +157,16 @@ def test_configs_of_rows_are_written_and_read(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(named("tiny", batch=2048).to_json())))
     assert Config.read(path) == named("tiny", batch=2048)
+
+
+def test_muons_step_is_the_same_share_of_a_weight_outside_its_rows():
+    """Of the shares tried at 8,192 the double was worse and four times it learnt nothing."""
+    for batch, nearest in ((3000, SHORT[-2]), (16384, SHORT[-1]), (65536, SHORT[-1])):
+        assert nearest.optimizer == "muon"
+        assert row_at(SHORT, batch) == nearest._replace(batch=batch)
+        assert tiny30(batch).lr.peak(batch) == nearest.rate
+    assert row_at(LONG, 16384).rate == 2 * LONG[-1].rate  # LARS
+    (doubt,) = doubts("tiny30", tiny30(16384))
+    assert "settings are those of 8,192, and may want tuning" in doubt
+    (doubt,) = doubts("tiny", tiny(16384))
+    assert "settings are those of 8,192 with the rate in proportion" in doubt
