@@ -287,6 +287,26 @@ def test_a_search_never_sees_the_validation_images():
     assert for_tuning((train, val), 0.0) == (train, val)
 
 
+class Unread:
+    """Validation images that go to the device, and that nobody may look at."""
+
+    def on(self, device):
+        return self
+
+
+def test_a_search_runs_without_the_validation_images(tmp_path, monkeypatch):
+    real = sweep.open_sources
+    monkeypatch.setattr(sweep, "open_sources", lambda *given: (real(*given)[0], Unread()))
+    config = replace(mb.recipes.named("digits", epochs=0.2, batch=64), bn_recompute=64)
+    plan = Plan({(RECIPE, 64): config}, range(1), rates=(0.5, 1.0))
+    cluster = mb.Cluster.from_env(device="cpu")
+    searching = sweep.Sweep(tmp_path, cluster, print, keep_checkpoints=False, verbose=False)
+    assert searching.over(plan.search(), "the search") == "finished"
+    assert all(run.finished for run in read(tmp_path).tried)
+    searching.over(plan.runs({}), "the runs")  # these need them
+    assert "Unread" in str(read(tmp_path).cells[0].runs[0].failure)
+
+
 def test_rates_are_searched_at_each_batch_and_chosen_by_held_out_images(tmp_path):
     plan, _ = read_flags(
         "digits",
@@ -666,6 +686,15 @@ def test_the_page_has_every_part_and_shows_words_as_words(study, tmp_path):
         assert title in page
     assert hostile not in page and "nan" not in page.replace("nano", "")
     assert "http://" not in page and "https://" not in page
+
+
+def test_the_page_says_which_images_judged(tmp_path):
+    config = mb.recipes.named("digits", epochs=4, batch=64)
+    made_up_run(tmp_path / "plain", 64, 0, 0.9, config=config)
+    held_out = replace(config, data=replace(config.data, tuning_share=0.2))
+    made_up_run(tmp_path / "held", 64, 0, 0.9, config=held_out)
+    assert "error on the validation images after" in study_page(read(tmp_path / "plain"))
+    assert "error on held-out training images after" in study_page(read(tmp_path / "held"))
 
 
 def test_the_figure_is_an_svg_of_its_own(study):

@@ -38,7 +38,7 @@ def study_page(study: Study, now: float | None = None) -> str:
     colours = {arm: at for at, arm in enumerate(study.arms)}
     sections = [
         Section("Reading", f"<p>{text(reading(study))}</p>", "Made from the numbers below."),
-        Section("Error against batch", _errors(study, colours), _ERRORS_NOTE),
+        Section("Error against batch", _errors(study, colours), _errors_note(study)),
         Section("Epochs to the baseline's accuracy", _epochs(study), _EPOCHS_NOTE),
         Section("Arms", _arms(study), _ARMS_NOTE),
         Section("Curves", _curves(study), "Against epochs: means over seeds."),
@@ -61,10 +61,15 @@ def study_page(study: Study, now: float | None = None) -> str:
 
 # --- error against batch -----------------------------------------------------------------------
 
-_ERRORS_NOTE = (
-    "Top-1 error on the validation images after the last epoch. Dots are means over seeds, bars "
-    "their 95 % intervals (Student's t), pale dots the single runs; across goes the baseline."
-)
+
+def _errors_note(study: Study) -> str:
+    configs = [run.config for cell in study.cells for run in cell.runs]
+    held_out = any(config is not None and config.data.tuning_share > 0 for config in configs)
+    return (
+        f"Top-1 error on {'held-out training' if held_out else 'the validation'} images after the "
+        f"last epoch. Dots are means over seeds, bars their 95 % intervals (Student's t), pale "
+        f"dots the single runs; across goes the baseline."
+    )
 
 
 def _errors(study: Study, colours: dict[str, int]) -> str:
