@@ -1,6 +1,7 @@
 """Studies whose folders were torn, mixed or filled by others: nothing is lost, nothing is mixed."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,15 @@ def test_a_finished_run_counts_whatever_became_of_its_label(again, label):
     assert ran == [] and written.read_text() == before
     rows = json.loads((out / "study.json").read_text())["rows"]
     assert [(row["arm"], row["batch"], row["seeds"]) for row in rows] == [(RECIPE, 64, [0])]
+
+
+def test_a_finished_run_counts_whatever_the_ages_of_its_files(again):
+    """A copy may have them in any order."""
+    out, ran = again
+    later = (out / "64-s0/summary.json").stat().st_mtime + 60
+    os.utime(out / "64-s0/environment.json", (later, later))
+    assert main(["study", *ONE, "--out", str(out)]) == DONE
+    assert ran == [] and len(read(out).cells[0].finished) == 1
 
 
 def test_a_retry_keeps_what_has_finished(again):

@@ -57,9 +57,9 @@ class Result:
 
     @property
     def finished(self) -> bool:
-        """It ended by itself, with an accuracy."""
-        ended = self.run.summary.get("ended") in ("finished", "target") and not self.run.resumed
-        return ended and 0 <= self.top1 <= 1
+        """It ended by itself, with an accuracy: no study begins such a run again, whatever the ages
+        of its files."""
+        return self.run.summary.get("ended") in ("finished", "target") and 0 <= self.top1 <= 1
 
     @property
     def top1(self) -> float:
