@@ -170,3 +170,12 @@ def test_muons_step_is_the_same_share_of_a_weight_outside_its_rows():
     assert "settings are those of 8,192, and may want tuning" in doubt
     (doubt,) = doubts("tiny", tiny(16384))
     assert "settings are those of 8,192 with the rate in proportion" in doubt
+
+
+def test_between_two_optimizers_one_sentence_is_said():
+    assert doubts("tiny30", tiny30(1024)) == doubts("tiny30", tiny30(6000)) == []
+    (doubt,) = doubts("tiny30", tiny30(3072))
+    assert "3,072 lies between 1,024 and 4,096, which have different optimizers" in doubt
+    assert "the settings are those of 4,096, and may want tuning" in doubt
+    (doubt,) = doubts("tiny30", tiny30(1536))
+    assert "those of 1,024 with the rate in proportion" in doubt

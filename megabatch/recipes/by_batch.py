@@ -29,7 +29,7 @@ def row_at(rows: Sequence[Row], batch: float) -> Row:
     Outside the rows, and between two that do not have the same optimizer, the nearest row's, with
     the rate in proportion to the batch; Muon's as it is.
     """
-    nearest = min(rows, key=lambda row: abs(log(row.batch / batch)))
+    nearest = _nearest(rows, batch)
     for below, above in itertools.pairwise(rows):
         if below.batch <= batch <= above.batch and _alike(below, above):
             share = log(batch / below.batch) / log(above.batch / below.batch)
@@ -40,6 +40,10 @@ def row_at(rows: Sequence[Row], batch: float) -> Row:
             return nearest._replace(batch=batch, **between)
     carried = nearest.rate if _keeps_rate(nearest) else nearest.rate * batch / nearest.batch
     return nearest._replace(batch=batch, rate=carried)
+
+
+def _nearest(rows: Sequence[Row], batch: float) -> Row:
+    return min(rows, key=lambda row: abs(log(row.batch / batch)))
 
 
 def _keeps_rate(row: Row) -> bool:
@@ -79,17 +83,24 @@ def fitted(config: Config) -> Config:
 
 
 def in_doubt(rows: Sequence[Row], batch: float, given: int) -> str | None:
-    """What is not known of a batch outside the rows, in one sentence; `given` is what it was called
-    before it was carried over from other data."""
+    """What is not known of a batch outside the rows, or between two of different optimizers, in one
+    sentence; `given` is what it was called before it was carried over from other data."""
     least, most = rows[0].batch, rows[-1].batch
-    if least <= batch <= most:
+    between = [
+        f"between {below.batch:,} and {above.batch:,}, which have different optimizers"
+        for below, above in itertools.pairwise(rows)
+        if below.batch < batch < above.batch and not _alike(below, above)
+    ]
+    if least <= batch <= most and not between:
         return None
+    side = "below" if batch < least else "above"
+    place = "".join(between) or f"{side} what was verified ({least:,} to {most:,})"
     carried = "" if batch == given else f", by its share of the images {batch:,.0f} there,"
-    side, row = ("below", rows[0]) if batch < least else ("above", rows[-1])
+    row = _nearest(rows, batch)
     rate = "" if _keeps_rate(row) else " with the rate in proportion"
     return (
-        f"a batch of {given:,}{carried} lies {side} what was verified ({least:,} to {most:,}): the "
-        f"settings are those of {row.batch:,}{rate}, and may want tuning"
+        f"a batch of {given:,}{carried} lies {place}: the settings are those of "
+        f"{row.batch:,}{rate}, and may want tuning"
     )
 
 

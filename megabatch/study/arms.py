@@ -166,7 +166,7 @@ ARMS: dict[str, Arm] = {
         _set(bn_momentum=1.0, bn_recompute=0), "evaluation by the last step's statistics (Mikami)"
     ),
     "recompute": Arm(_recompute, "evaluation by statistics computed anew over 8,192 images"),
-    "grow": Arm(_grow, "a batch that doubles after a third, in as many steps (Mikami)"),
+    "grow": Arm(_grow, "a batch that doubles after a third, in about as many steps (Mikami)"),
     "follow_noise": Arm(_follow_noise, "a batch that follows the gradient noise scale"),
     "span32": Arm(_span(32), "batch-norm statistics over 32 images"),
     "span64": Arm(_span(64), "batch-norm statistics over 64 images"),
