@@ -110,8 +110,8 @@ def test_outside_the_rows_one_sentence_is_said():
         assert "\n" not in said
     (carried,) = doubts("mlperf", mlperf(8192, 100_000), 100_000)
     assert "a batch of 8,192, by its share of the images 104,953 there," in carried
-    low, high = mlperf(1632), mlperf(131072)
-    assert low.lr.peak(1632) == pytest.approx(10.5 / 2)
+    low, high = mlperf(816), mlperf(131072)
+    assert low.lr.peak(816) == pytest.approx(7.4 / 2)
     assert high.lr.peak(131072) == pytest.approx(24.699 * 2)
 
 
