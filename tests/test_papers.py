@@ -376,6 +376,7 @@ def test_a_summary_has_the_last_the_best_and_the_median_accuracy(tmp_path):
     assert summary.peak_share is None  # a CPU's peak is not known
 
 
+@pytest.mark.systems  # two runs of the digits
 def test_statistics_computed_anew_are_worth_what_the_page_says(tmp_path):
     (command,) = [c for c in QUICK if "--bn-recompute" in c]
     told = re.search(r"\(top-1 at epoch 2: ([\d.]+) %, without it ([\d.]+) %\)", PAGE)
