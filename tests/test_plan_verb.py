@@ -252,6 +252,8 @@ def test_the_verb_answers_without_torch(recipe):
 
 def test_bench_step_measures_and_the_planner_reads_it(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # A CPU's peak is not known.
+    monkeypatch.setattr("megabatch.bench.step.share_of_peak", lambda *_: 0.25)
     words = [
         "bench",
         "step",
@@ -267,7 +269,7 @@ def test_bench_step_measures_and_the_planner_reads_it(capsys, tmp_path, monkeypa
     assert main(words) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [row["micro"] for row in rows] == [8, 16]
-    assert all(row["images_per_second"] > 0 for row in rows)
+    assert all(row["images_per_second"] > 0 and row["peak_share"] == 0.25 for row in rows)
     status, out, _ = ask(capsys, "digits", "--machine", "machine.json", "--gpus", "1", "--json")
     assert status == 0
     assert json.loads(out.splitlines()[-1])["rows"][0]["images_per_second"] > 0

@@ -110,7 +110,7 @@ def run(arguments: list[str]) -> int:
             rows.append({"model": flags.model, "micro": micro, "images_per_second": rate})
             chip = torch.cuda.get_device_name() if device == "cuda" else ""
             share = share_of_peak(chip, flags.model, size, channels, classes, rate)
-            shares.append({"micro": micro, "share": share})
+            shares.append(share)
             of_peak = "" if share is None else f"  {share:6.1%} of the chip's peak FLOP/s"
             name = f"{flags.model} micro {micro:5d}"
             print(f"{name}  {rate:12,.1f} images/s{of_peak}{peak}", flush=True)
@@ -123,8 +123,8 @@ def run(arguments: list[str]) -> int:
     update(flags.out, {"compute": rows, "host": host(device), "sources": {"compute": _how(flags)}})
     print(f"written to {flags.out}", file=sys.stderr)
     if flags.json:
-        found_all = {"rows": rows, "of_peak": shares, "rivals": beside, "out": flags.out}
-        print(json.dumps(found_all), flush=True)
+        told = [{**row, "peak_share": share} for row, share in zip(rows, shares, strict=True)]
+        print(json.dumps({"rows": told, "rivals": beside, "out": flags.out}), flush=True)
     return DONE
 
 

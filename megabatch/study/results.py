@@ -105,9 +105,10 @@ class Cell:
         """Epochs and top-1 of its evaluations, the mean over seeds; of finished runs those whose
         metrics are whole, or a mean would be of different epochs."""
         whole = [run.curve for run in self.drawn if run.curve_is_whole]
-        most = {curve[-1][0]: 0 for curve in whole}
+        most: dict[float, int] = {}
         for curve in whole:
-            most[curve[-1][0]] = max(most[curve[-1][0]], len(curve))
+            end, _ = curve[-1]
+            most[end] = max(most.get(end, 0), len(curve))
         curves = [curve for curve in whole if len(curve) == most[curve[-1][0]]]
         return [
             (points[0][0], statistics.fmean(top1 for _, top1 in points))
@@ -236,11 +237,8 @@ class Study:
 
     def chosen(self) -> list[Result]:
         """Of each search the run that did best on held-out training images."""
-        judged = [
-            [run for run in search if run.finished and math.isfinite(run.factor)]
-            for search in self.searches()
-        ]
-        return [max(search, key=lambda run: run.top1) for search in judged if search]
+        finished = [[run for run in search if run.finished] for search in self.searches()]
+        return [max(search, key=lambda run: run.top1) for search in finished if search]
 
     def chosen_factors(self) -> dict[tuple[str, int], float]:
         return {(run.arm, run.batch): run.factor for run in self.chosen()}

@@ -135,9 +135,9 @@ def write_label(folder: Path, trial: Trial, failure: str | None = None) -> None:
 
 
 def mend_label(folder: Path, trial: Trial) -> None:
-    """Of a finished run: a study counts its runs by what their labels say."""
-    found = read_object(folder / "trial.json")
-    if {name: found.get(name) for name in trial.label()} != trial.label():
+    """Of a finished run: a study counts its runs by what their labels say, and what failed beside
+    it in its last moment did not fail it."""
+    if read_object(folder / "trial.json") != trial.label():
         write_label(folder, trial)
 
 
