@@ -8,7 +8,7 @@ later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -63,25 +63,35 @@ def train_step(
     parts.engine.begin(count)
     if not parts.net.training:  # an evaluation was between; a net has hundreds of modules to tell
         parts.net.train()
-    losses = [(micro.first, _pass(parts, micro, batch)) for micro in micro_batches]
+    losses = list(_passes(parts, micro_batches, batch))
     control = parts.engine.finish(stop(), propose)
     return StepResult(_update(parts, control, count, lr, momentum), losses)
 
 
-def _pass(parts: Parts, micro: MicroBatch, batch: int) -> Tensor:
-    """Forward and backward over one micro-batch, whose buckets leave meanwhile; returns its part of
-    the mean loss over the global batch."""
-    scale = parts.scale
-    key_draws(parts, micro)
+def _passes(
+    parts: Parts, micro_batches: Iterable[MicroBatch], batch: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Forward and backward over each micro-batch, whose buckets leave meanwhile; gives its first
+    position and its part of the mean loss over the global batch."""
+    scale, engine = parts.scale, parts.engine
+    keyed_batches = _with_draws_keyed(parts, micro_batches)
     if parts.graph is not None:
         factor = scale.value / batch if scale.on else 1 / batch
-        found, gradients = parts.graph(micro, factor)
-        parts.engine.add(gradients, found.counts, found.statistics)
-        return found.loss / batch
-    found = parts.run(micro.images, micro.labels)
-    loss = found.loss / batch
-    parts.engine.backward(loss * scale.value if scale.on else loss, found.counts, found.statistics)
-    return loss.detach()
+        for first, found, gradients in parts.graph(keyed_batches, factor):
+            engine.add(gradients, found.counts, found.statistics)
+            yield first, found.loss / batch
+        return
+    for micro in keyed_batches:
+        found = parts.run(micro.images, micro.labels)
+        loss = found.loss / batch
+        engine.backward(loss * scale.value if scale.on else loss, found.counts, found.statistics)
+        yield micro.first, loss.detach()
+
+
+def _with_draws_keyed(parts: Parts, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    for micro in micro_batches:
+        key_draws(parts, micro)
+        yield micro
 
 
 def key_draws(parts: Parts, micro: MicroBatch) -> None:

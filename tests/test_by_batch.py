@@ -161,15 +161,21 @@ def test_configs_of_rows_are_written_and_read(tmp_path):
 
 def test_muons_step_is_the_same_share_of_a_weight_outside_its_rows():
     """Of the shares tried at 8,192 the double was worse and four times it learnt nothing."""
-    for batch, nearest in ((3000, SHORT[-2]), (16384, SHORT[-1]), (65536, SHORT[-1])):
-        assert nearest.optimizer == "muon"
-        assert row_at(SHORT, batch) == nearest._replace(batch=batch)
-        assert tiny30(batch).lr.peak(batch) == nearest.rate
-    assert row_at(LONG, 16384).rate == 2 * LONG[-1].rate  # LARS
-    (doubt,) = doubts("tiny30", tiny30(16384))
-    assert "settings are those of 8,192, and may want tuning" in doubt
-    (doubt,) = doubts("tiny", tiny(16384))
-    assert "settings are those of 8,192 with the rate in proportion" in doubt
+    for name, rows, made in (("tiny30", SHORT, tiny30), ("tiny", LONG, tiny)):
+        for batch, nearest in ((3000, rows[-2]), (16384, rows[-1]), (65536, rows[-1])):
+            assert nearest.optimizer == "muon"
+            assert row_at(rows, batch) == nearest._replace(batch=batch)
+            assert made(batch).lr.peak(batch) == nearest.rate
+        (doubt,) = doubts(name, made(16384))
+        assert "settings are those of 8,192, and may want tuning" in doubt
+
+
+def test_other_rates_go_with_the_batch_outside_their_rows():
+    lars = [row for row in SHORT if row.optimizer == "lars"]
+    assert row_at(lars, 2 * lars[-1].batch).rate == 2 * lars[-1].rate
+    assert tiny(64).lr.peak(64) == LONG[0].rate / 4
+    (doubt,) = doubts("tiny", tiny(64))
+    assert "settings are those of 256 with the rate in proportion" in doubt
 
 
 def test_between_two_optimizers_one_sentence_is_said():

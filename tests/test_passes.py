@@ -29,26 +29,31 @@ CONFIG = Config(
 
 
 def micro_batches(batch):
+    """All in one place, one after another, as a loader may bring them."""
     draw = torch.Generator().manual_seed(batch)
     images = torch.randn(batch, 1, 8, 8, generator=draw)
     labels = torch.randint(10, (batch,), generator=draw)
+    place = MicroBatch(torch.empty(4, 1, 8, 8), torch.empty_like(labels[:4]), torch.arange(4), 0)
     for at in range(0, batch, 4):
-        part = slice(at, at + 4)
-        yield MicroBatch(images[part], labels[part], torch.arange(at, at + 4), at)
+        place.images.copy_(images[at : at + 4])
+        place.labels.copy_(labels[at : at + 4])
+        place.positions.copy_(torch.arange(at, at + 4))
+        yield replace(place, first=at)
 
 
 class Replayed:
     """A graph as far as a CPU can have one: replay computes anew and writes where it wrote."""
 
-    def __init__(self, captured):
+    def __init__(self, captured, ways):
         self._captured = captured
-        captured._found, captured._gradients = captured._work()
+        self.results = [captured._work(way) for way in range(ways)]
 
     def replay(self):
-        found, gradients = self._captured._work()
-        static = (*self._captured._found, *self._captured._gradients.values())
-        for held, new in zip(static, (*found, *gradients.values()), strict=True):
-            held.copy_(new)
+        for way, (held_found, held_gradients) in enumerate(self.results):
+            found, gradients = self._captured._work(way)
+            static = (*held_found, *held_gradients.values())
+            for held, new in zip(static, (*found, *gradients.values()), strict=True):
+                held.copy_(new)
 
 
 class Drops(nn.Module):
@@ -67,18 +72,23 @@ class Drops(nn.Module):
 
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("model", [None, Drops])
-@pytest.mark.parametrize("scale", [1.0, 64.0])
+@pytest.mark.parametrize(("scale", "ways"), [(1.0, 1), (64.0, 1), (64.0, 3)])
 def test_a_step_by_replayed_passes_has_the_bits_of_one_by_backward(
-    scale, model, refused, monkeypatch, capsys
+    scale, ways, model, refused, monkeypatch, capsys
 ):
-    """And one whose passes the device would not capture."""
+    """One by one or side by side, and where the device would not capture them."""
+    sizes = []
 
-    def capture(those):
+    def capture(those, ways):
         if refused:
-            return those._refuse(RuntimeError("not while a stream is captured\nand much more"))
-        return Replayed(those)
+            those._refuse(RuntimeError("not while a stream is captured\nand much more"))
+        else:
+            graph = Replayed(those, ways)
+            those._graphs[ways] = (graph, graph.results)
+            sizes.append(ways)
 
-    monkeypatch.setattr(CapturedPass, "_captured", capture)
+    monkeypatch.setattr(CapturedPass, "_capture", capture)
+    monkeypatch.setattr(CapturedPass, "_warmed_up", lambda those: those._ways)
     config = replace(CONFIG, loss_scale=scale)
     found = []
     for graph in (False, True):
@@ -87,15 +97,18 @@ def test_a_step_by_replayed_passes_has_the_bits_of_one_by_backward(
         with prepared(config, ALONE, 10, own) as net, assemble(config, ALONE, net) as parts:
             assert parts.graph is None
             if graph:
-                parts = replace(parts, graph=CapturedPass(parts.run, net))
+                parts = replace(parts, graph=CapturedPass(parts.run, net, ways))
             results = [  # the batch switches, the passes do not
                 train_step(parts, micro_batches(batch), batch, lr=0.1, momentum=0.9)
                 for batch in (8, 16, 8)
             ]
             numbers = [result.numbers.clone() for result in results]
             losses = [loss for result in results for _, loss in result.losses]
+            firsts = [[first for first, _ in result.losses] for result in results]
+        assert firsts == [[0, 4], [0, 4, 8, 12], [0, 4]]
         found.append([*net.state_dict().values(), *numbers, *losses])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert sizes == ([] if refused else [1] if ways == 1 else [2, 3, 1])
     said = capsys.readouterr().err
     assert said.count("\n") == refused and ("while a stream is captured)" in said) is refused
 
@@ -181,6 +194,22 @@ def test_which_passes_are_captured():
     assert not is_captured(always, plain, device=CPU)
 
 
+def test_how_many_passes_run_side_by_side():
+    """By kernels of our own, until they have the pixels of a pass that fills the device."""
+    net = nn.Linear(2, 2)
+    fused, plain = FusedPass.__new__(FusedPass), PlainPass(Config(), CPU, net, MovingAverages(net))
+    cluster = Cluster(0, 1, 0, 1, torch.device("cuda"), (1, 1))
+    for run, micro, size, ways in (
+        (fused, 256, 224, 4),
+        (fused, 512, 224, 2),
+        (fused, 1024, 224, 1),
+        (fused, 1024, 64, 4),
+        (plain, 256, 224, 1),
+    ):
+        config = Config(batch=micro, micro=micro, span=micro, data=Data(size=size))
+        assert captured(config, cluster, run, net, False)._ways == ways
+
+
 class Draws(nn.Module):
     """A net that draws from torch's own generator, and stands in for somebody else's."""
 
@@ -224,3 +253,38 @@ def test_a_net_of_somebody_elses_gives_the_same_bits_captured(model, capsys):
         found.append(list(net.state_dict().values()))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert ("cannot be replayed" in capsys.readouterr().err) is (model is Waits)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_passes_side_by_side_have_the_bits_of_one_after_another():
+    gpu = torch.device("cuda")
+    alone = Cluster(0, 1, 0, 1, gpu, (1, 1))
+    data = Data(size=32, channels=3, classes=10)
+    config = Config(
+        model="resnet50", batch=64, micro=16, span=8, precision="bf16", graphs="never", data=data
+    )
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randn(6 * 16, 3, 32, 32, generator=draw).to(gpu)
+    labels = torch.randint(10, (6 * 16,), generator=draw).to(gpu)
+    positions = torch.arange(6 * 16, device=gpu)
+    found = []
+    for ways in (None, 1, 2, 4):
+        torch.manual_seed(0)
+        with prepared(config, alone, 10) as net, assemble(config, alone, net) as parts:
+            if not isinstance(parts.run, FusedPass):
+                pytest.skip("needs a GPU that the kernels were cut for")
+            if ways:
+                parts = replace(parts, graph=CapturedPass(parts.run, net, ways))
+            for count in (4, 6, 4):
+                micros = (
+                    MicroBatch(images[part], labels[part], positions[part], part.start)
+                    for part in (slice(at, at + 16) for at in range(0, 16 * count, 16))
+                )
+                result = train_step(parts, micros, 16 * count, lr=0.1, momentum=0.9)
+            losses = [loss for _, loss in result.losses]
+            if ways:
+                assert parts.graph._ways == ways and not parts.graph._refused
+        found.append([*net.state_dict().values(), result.numbers, *losses])
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
