@@ -71,21 +71,26 @@ def train_step(
 def _passes(
     parts: Parts, micro_batches: Iterable[MicroBatch], batch: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Forward and backward over each micro-batch, whose buckets leave meanwhile; gives its first
-    position and its part of the mean loss over the global batch."""
-    scale, engine = parts.scale, parts.engine
+    """Forward and backward over each micro-batch; gives its first position and its part of the mean
+    loss over the global batch."""
     keyed_batches = _with_draws_keyed(parts, micro_batches)
-    if parts.graph is not None:
-        factor = scale.value / batch if scale.on else 1 / batch
-        for first, found, gradients in parts.graph(keyed_batches, factor):
-            engine.add(gradients, found.counts, found.statistics)
-            yield first, found.loss / batch
+    if parts.graph is None:
+        for micro in keyed_batches:
+            yield micro.first, _pass(parts, micro, batch)
         return
-    for micro in keyed_batches:
-        found = parts.run(micro.images, micro.labels)
-        loss = found.loss / batch
-        engine.backward(loss * scale.value if scale.on else loss, found.counts, found.statistics)
-        yield micro.first, loss.detach()
+    factor = parts.scale.value / batch if parts.scale.on else 1 / batch
+    for first, found, gradients in parts.graph(keyed_batches, factor):
+        parts.engine.add(gradients, found.counts, found.statistics)
+        yield first, found.loss / batch
+
+
+def _pass(parts: Parts, micro: MicroBatch, batch: int) -> Tensor:
+    """One that runs as it is: its buckets leave meanwhile."""
+    found = parts.run(micro.images, micro.labels)
+    loss = found.loss / batch
+    scaled = loss * parts.scale.value if parts.scale.on else loss
+    parts.engine.backward(scaled, found.counts, found.statistics)
+    return loss.detach()
 
 
 def _with_draws_keyed(parts: Parts, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:

@@ -5,7 +5,8 @@
 
 An image walks from a pack to the loss: one worker, one image a step, read by a thread. A gradient
 walks from the hook that sees it first into another worker's sum: two workers and a torus. A file is
-entered when a function of it is called from another file of ours.
+entered when a function of it is called from another file of ours; calls that a file makes to
+another one after the other are one visit.
 """
 
 from __future__ import annotations
@@ -103,15 +104,16 @@ def entered(events: Iterable[Event]) -> list[tuple[str, str]]:
     return found
 
 
-def without_repeats_in_the_net(calls: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    seen: set[str] = set()
-    kept = []
+def visits(calls: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Calls one after the other of one file as one, and the net's files once."""
+    found: list[tuple[str, str]] = []
     for file, function in calls:
-        if file.startswith(NET) and file in seen:
+        if file.startswith(NET) and any(file == seen for seen, _ in found):
             continue
-        seen.add(file)
-        kept.append((file, function))
-    return kept
+        if found and found[-1][0] == file:
+            function = f"{found.pop()[1]}`, `{function}"
+        found.append((file, function))
+    return found
 
 
 # --- the runs ----------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ def image_walk(path: str) -> list[tuple[str, str]]:
     # Where the loss is handed over the image's walk ends and the gradient's begins.
     over = next(i for i, event in enumerate(passing) if event.file.startswith("sync/"))
     calls = [*entered(reading), *entered(handing), *entered(passing[:over])]
-    return without_repeats_in_the_net(calls)
+    return visits(calls)
 
 
 def traced_worker(path: str) -> list[tuple[str, str]]:
@@ -170,7 +172,7 @@ def traced_worker(path: str) -> list[tuple[str, str]]:
     sending = entered(calls_of(trace.events, "GradientSum._collect")[-1])
     # Of the lanes' the fullest: some have nobody to send to.
     lane = max(map(entered, calls_of(trace.events, "Journey.walk")), key=len)
-    return [*sending, *lane]
+    return visits([*sending, *lane])
 
 
 def gradient_walk(path: str) -> list[tuple[str, str]]:
@@ -194,7 +196,8 @@ def page() -> str:
             "# Two walks through the code",
             "",
             "Made by `python scripts/walks.py --write`, which traces a real step; a test makes",
-            "them again. A line is a call that enters a file from another one.",
+            "them again. A line is a visit: a call that enters a file from another one, or several",
+            "that the other makes one after the other.",
             "",
             *_walk("An image, from the pack to the loss", image),
             *_walk("A gradient, from its hook into another worker's sum", gradient),

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import warnings
+from collections import Counter
 from dataclasses import replace
 from operator import le
 from pathlib import Path
@@ -75,8 +76,22 @@ def taken():
 
 
 def gives_back(before):
-    """Whether, in the end, this process holds what it held."""
-    return until(lambda: taken() == before, "all that was taken given back")
+    """Whether, in the end, this process holds nothing that it did not hold; of what it held, some
+    may have been about to end."""
+    kept = []
+
+    def nothing_kept():
+        kept[:] = [
+            kind
+            for now, then in zip(taken(), before, strict=True)
+            for kind in (Counter(now) - Counter(then))
+        ]
+        return not kept
+
+    try:
+        return until(nothing_kept, "all that was taken given back")
+    except AssertionError as late:
+        raise AssertionError(f"{late}: {kept}") from None
 
 
 def use(packs, kind, cluster=ALONE, **changes):

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
 
@@ -39,7 +39,7 @@ class FutureBatch(Protocol):
 
     def done(self) -> bool: ...
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> object: ...
 
 
 class Reader(Protocol):
@@ -80,10 +80,9 @@ class ThreadReader:
 
     def submit(self, first: int, count: int) -> FutureBatch:
         if self._source.instant:
-            return _FutureBatch(lambda: self._read(first, count), [])
+            return _WhenAsked(lambda: self._read(first, count))
         if self._write is None:
-            whole = self._pool.submit(self._timed, self._read, first, count)
-            return _FutureBatch(whole.result, [whole])
+            return self._pool.submit(self._timed, self._read, first, count)
         return self._submit_pieces(self._write, first, count)
 
     def _submit_pieces(self, write: Writer, first: int, count: int) -> FutureBatch:
@@ -93,13 +92,7 @@ class ThreadReader:
             self._pool.submit(self._timed, write, first + at, buffer.rows(at, at + _PIECE))
             for at in range(0, count, _PIECE)
         ]
-
-        def join() -> Buffer:
-            for piece in pieces:
-                piece.result()
-            return buffer
-
-        return _FutureBatch(join, pieces)
+        return _Gathered(buffer, pieces)
 
     def _read(self, first: int, count: int) -> Buffer:
         positions = torch.arange(first, first + count)
@@ -125,16 +118,42 @@ class ThreadReader:
         self.close()
 
 
-class _FutureBatch:
-    def __init__(self, join: Callable[[], Buffer], pieces: Sequence[Future[Any]]) -> None:
-        self._join, self._pieces = join, pieces
+class _WhenAsked:
+    """A micro-batch of images that are where they are wanted: read by whoever asks for it."""
 
-    def result(self) -> Buffer:
-        return self._join()
+    def __init__(self, read: Callable[[], Buffer]) -> None:
+        self.result = read
 
     def done(self) -> bool:
-        return all(piece.done() for piece in self._pieces)
+        return True
 
     def cancel(self) -> None:
+        """Nothing has begun."""
+
+
+class _Gathered(Future[Buffer]):
+    """A buffer, once all its pieces are written; of several failures the first piece's."""
+
+    def __init__(self, buffer: Buffer, pieces: Sequence[Future[None]]) -> None:
+        super().__init__()
+        self._buffer, self._pieces = buffer, pieces
+        self._missing, self._counting = len(pieces), threading.Lock()
+        for piece in pieces:
+            piece.add_done_callback(self._arrived)
+
+    def cancel(self) -> bool:
         for piece in self._pieces:
             piece.cancel()
+        return super().cancel()
+
+    def _arrived(self, _: Future[None]) -> None:
+        with self._counting:
+            self._missing -= 1
+            missing = self._missing
+        if missing or any(piece.cancelled() for piece in self._pieces):
+            return
+        failures = (error for piece in self._pieces if (error := piece.exception()))
+        if error := next(failures, None):
+            self.set_exception(error)
+        else:
+            self.set_result(self._buffer)
