@@ -138,13 +138,13 @@ class _Gathered(Future[Buffer]):
         super().__init__()
         self._buffer, self._pieces = buffer, pieces
         self._missing, self._counting = len(pieces), threading.Lock()
+        self.set_running_or_notify_cancel()
         for piece in pieces:
             piece.add_done_callback(self._arrived)
 
     def cancel(self) -> bool:
-        for piece in self._pieces:
-            piece.cancel()
-        return super().cancel()
+        """Pieces that have begun are finished; nobody may wait for the others."""
+        return all([piece.cancel() for piece in self._pieces])
 
     def _arrived(self, _: Future[None]) -> None:
         with self._counting:
