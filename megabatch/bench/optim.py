@@ -15,7 +15,7 @@ from torch import nn
 from megabatch import models
 from megabatch.bench.timing import bandwidth, busy_time_of, time_of
 from megabatch.errors import DONE, UserError
-from megabatch.optim import LARS, parameter_groups
+from megabatch.optim import LARS, Muon, parameter_groups
 from megabatch.planner.workload import made_for
 from megabatch.verbs.parsing import parse
 
@@ -88,6 +88,9 @@ def _contenders(net: nn.Module, device: str) -> Iterator[tuple[str, float, Calla
     yield "LARS, as training runs it", _LARS_PASSES, lambda: ours.step(good=good)
     plain = LARS(parameter_groups(net, 5e-5), lr=1e-9, foreach=True)
     yield "LARS by foreach", _LARS_PASSES, plain.step
+    if device == "cuda":  # on a CPU its products take seconds; its floor leaves them out
+        muon = Muon(parameter_groups(net, 5e-5), lr=1e-9)
+        yield "Muon", _LARS_PASSES, lambda: muon.step(good=good)
     fused = torch.optim.SGD(weights, 1e-9, 0.9, weight_decay=5e-5, fused=device == "cuda" or None)
     yield "torch's SGD" + ", fused" * (device == "cuda"), _SGD_PASSES, fused.step
     if find_spec("timm"):

@@ -144,7 +144,8 @@ class _Gathered(Future[Buffer]):
 
     def cancel(self) -> bool:
         """Pieces that have begun are finished; nobody may wait for the others."""
-        return all([piece.cancel() for piece in self._pieces])
+        cancelled = [piece.cancel() for piece in self._pieces]
+        return all(cancelled)
 
     def _arrived(self, _: Future[None]) -> None:
         with self._counting:
