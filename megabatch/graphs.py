@@ -15,9 +15,10 @@ captured only where the config says so.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.loader import MicroBatch
+from megabatch.errors import UserError
 from megabatch.keyed import Dropout
 from megabatch.passes import Found, FusedPass, Pass
 
@@ -48,9 +50,13 @@ class Passed(NamedTuple):
     """of its loss times the factor"""
 
 
+Result = tuple[Found, dict[nn.Parameter, Tensor]]
+"""what a pass found, and the gradients"""
+
+
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    results: list[tuple[Found, dict[nn.Parameter, Tensor]]]
+    results: list[Result]
     """of each way, where every replay writes them"""
 
 
@@ -58,18 +64,22 @@ class CapturedPass:
     """Forward and backward of passes over micro-batches of one shape, captured once and replayed;
     up to `ways` of them side by side, as far as memory goes.
 
-    A pass that cannot be captured runs as it is, and one line says so.
+    Where so many cannot be captured, fewer are; a pass that cannot be captured at all runs as it
+    is, and one line says so.
     """
 
     def __init__(self, run: Pass, net: nn.Module, ways: int = 1) -> None:
-        self._run = run
+        self._run, self._net, self._ways = run, net, ways
         self._parameters = [p for p in net.parameters() if p.requires_grad]
         self._dropouts = [layer for layer in net.modules() if isinstance(layer, Dropout)]
-        self._ways, self._warm, self._refused = ways, False, False
         self._held: list[tuple[Tensor, ...]] = []
         """images, labels and positions that each way reads"""
+        self._streams: list[torch.cuda.Stream] = []
+        """of each way, the same in every graph: what one has freed, only its stream takes again"""
         self._graphs: dict[int, _Graph] = {}
         """by the number of ways: a step's last micro-batches may be fewer"""
+        self.refused = False
+        """it could not be captured: whoever can run the pass otherwise should"""
 
     def __call__(
         self, micro_batches: Iterable[MicroBatch], factor: Tensor | float
@@ -80,6 +90,8 @@ class CapturedPass:
         for micro in micro_batches:
             self._hold(len(waiting), micro)
             waiting.append(micro.first)
+            if not self._streams:
+                self._warm_up()
             if len(waiting) == self._ways:
                 yield from self._passed(waiting, factor)
                 waiting = []
@@ -95,100 +107,168 @@ class CapturedPass:
         tensors = micro.images, micro.labels, micro.positions
         if way == len(self._held):
             self._held.append(tuple(tensor.clone() for tensor in tensors))
-        else:
-            for held, new in zip(self._held[way], tensors, strict=True):
-                held.copy_(new)
-        if not self._warm:
-            self._factor = torch.ones((), device=micro.images.device)
-            self._ways, self._warm = self._warmed_up(), True
+            return
+        for held, new in zip(self._held[way], tensors, strict=True):
+            if held.shape != new.shape:  # a copy would repeat one image in the place of many
+                raise UserError(
+                    f"micro-batches of {tuple(held.shape)} and {tuple(new.shape)}: passes that are "
+                    f"replayed are of one shape, --graphs never takes them as they come"
+                )
+            held.copy_(new)
 
-    def _passed(self, waiting: list[int], factor: Tensor | float) -> Iterator[Passed]:
+    def _passed(self, firsts: list[int], factor: Tensor | float) -> Iterator[Passed]:
+        """Of the micro-batches that are held: at once, unless so many cannot be captured."""
         if isinstance(factor, Tensor):
             self._factor.copy_(factor)
         else:
             self._factor.fill_(factor)
-        ways = len(waiting)
-        if ways not in self._graphs and not self._refused:
-            self._capture(ways)
-        if self._refused:
-            for way, first in enumerate(waiting):
-                yield Passed(first, *self._work(way))
-            return
+        done = 0
+        while done < len(firsts):
+            ways = min(self._ways, len(firsts) - done)
+            if not (self.refused or self._has_graph(ways)):
+                continue  # with fewer, or with none
+            for way in range(ways if done else 0):
+                for held, new in zip(self._held[way], self._held[done + way], strict=True):
+                    held.copy_(new)
+            for first, result in zip(firsts[done:], self._results(ways), strict=False):
+                yield Passed(first, *result)
+            done += ways
+        del self._held[self._ways :]
+
+    def _results(self, ways: int) -> list[Result]:
+        if self.refused:
+            return [self._work(way) for way in range(ways)]
         graph, results = self._graphs[ways]
         graph.replay()
-        for first, result in zip(waiting, results, strict=True):
-            yield Passed(first, *result)
+        return results
 
-    def _warmed_up(self) -> int:
-        """Compile and choose kernels; returns how many passes have room side by side."""
-        # What is drawn before the first pass counts must not show in it.
+    def _warm_up(self) -> None:
+        """Compile and choose kernels, and see how many passes have room side by side."""
+        self._streams = [torch.cuda.Stream() for _ in range(self._ways)]
+        self._factor = torch.ones((), dtype=torch.float64, device=self._held[0][0].device)
+        # What is drawn and counted before the first pass counts must not show in it.
         drawn = torch.cuda.get_rng_state()
-        torch.cuda.reset_peak_memory_stats()
+        buffers = [(buffer, buffer.clone()) for buffer in self._net.buffers()]
         before = torch.cuda.memory_allocated()
-        side = torch.cuda.Stream()
+        side = self._streams[0]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_BEFORE_CAPTURE):
+                torch.cuda.reset_peak_memory_stats()  # the last counts: others try kernels out
                 self._work(0)
         torch.cuda.current_stream().wait_stream(side)
+        for buffer, as_it_was in buffers:
+            buffer.copy_(as_it_was)
         torch.cuda.set_rng_state(drawn)
         taken = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        return min(self._ways, max(1, int(_FREE_SHARE * free / max(taken, 1))))
+        self._ways = min(self._ways, max(1, int(_FREE_SHARE * free / max(taken, 1))))
 
-    def _capture(self, ways: int) -> None:
+    def _has_graph(self, ways: int) -> bool:
+        """Of so many passes, captured now if need be. If they cannot be, half as many are the most
+        from now on; if one cannot, that is said."""
+        if ways in self._graphs or (reason := self._capture(ways)) is None:
+            return True
+        self._ways = max(1, ways // 2)
+        self._graphs = {n: graph for n, graph in self._graphs.items() if n <= self._ways}
+        if ways == 1:
+            self._refuse(reason)
+        return False
+
+    def _capture(self, ways: int) -> str | None:
+        """Returns why it failed, if it did."""
         generator = torch.cuda.default_generators[self._factor.device.index]
         drawn, spare = torch.cuda.get_rng_state(), generator.clone_state()
         graph = torch.cuda.CUDAGraph()
-        # One after another, so all may lie in the same memory.
-        pool = next((other.graph.pool() for other in self._graphs.values()), None)
+        # Replayed one after another, so all may lie in the same memory.
+        pools = (other.graph.pool() for other in self._graphs.values())
+        pool = next(pools, None) or torch.cuda.graph_pool_handle()
+        reason = None
         try:
-            # Other threads go on with work of their own on the device: copies, all-reduces.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._graphs[ways] = _Graph(graph, self._side_by_side(ways))
-        except RuntimeError as error:
-            self._graphs.clear()
-            # A capture that failed leaves the generator as if it went on.
-            generator.graphsafe_set_state(spare)
-            self._refuse(error)
-        finally:
-            torch.cuda.set_rng_state(drawn)
+            # Around it, since a capture that fails leaves its own stream the present one.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(
+                    graph,
+                    pool=pool,
+                    stream=self._streams[0],
+                    # Other threads go on with work of their own on the device: copies, all-reduces.
+                    capture_error_mode="thread_local",
+                ),
+            ):
+                results = self._side_by_side(ways)
+            self._graphs[ways] = _Graph(graph, results)
+        except Exception as error:
+            reason = _first_reason(error)
+            if not _was_ended(graph):
+                _end_allocating(self._factor.device, pool)
+                # The generator too is left as if the capture went on.
+                generator.graphsafe_set_state(spare)
+        torch.cuda.set_rng_state(drawn)
+        return reason
 
-    def _side_by_side(self, ways: int) -> list[tuple[Found, dict[nn.Parameter, Tensor]]]:
-        main = torch.cuda.current_stream()
+    def _side_by_side(self, ways: int) -> list[Result]:
+        main, *others = self._streams[:ways]
         begin = main.record_event()
-        results = [self._work(0)]
-        for way in range(1, ways):
-            stream = torch.cuda.Stream()
+        for stream in others:
             stream.wait_event(begin)
-            with torch.cuda.stream(stream):
-                results.append(self._work(way))
-            main.wait_stream(stream)
+        results = []
+        try:
+            for way, stream in enumerate([main, *others]):
+                with torch.cuda.stream(stream):
+                    results.append(self._work(way))
+        finally:  # also after a failure: a capture ends well only if all streams are back
+            for stream in others:
+                main.wait_stream(stream)
         return results
 
-    def _refuse(self, error: Exception) -> None:
-        self._refused, self._ways = True, 1
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    def _refuse(self, reason: str) -> None:
+        self.refused = True
         print(
             f"megabatch: this model cannot be replayed as a CUDA graph ({reason}): it runs as it "
             f"is, --graphs never says so from the start",
             file=sys.stderr,
         )
 
-    def _work(self, way: int) -> tuple[Found, dict[nn.Parameter, Tensor]]:
+    def _work(self, way: int) -> Result:
         images, labels, positions = self._held[way]
         for layer in self._dropouts:
             layer.positions = positions
         found = self._run(images, labels)
         # Not .backward(): nothing is added up here, and no hook of the engine may run.
         gradients = torch.autograd.grad(
-            found.loss * self._factor, self._parameters, allow_unused=True
+            found.loss * self._factor.to(found.loss.dtype), self._parameters, allow_unused=True
         )
         reached = zip(self._parameters, gradients, strict=True)
         return Found(*(tensor.detach() for tensor in found)), {
             p: gradient for p, gradient in reached if gradient is not None
         }
+
+
+def _first_reason(error: BaseException) -> str:
+    """Of what went wrong first: a capture that cannot go on fails once more when it is ended."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _was_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether a capture came to its end, also where what was captured failed: the device breaks
+    some off, and torch then leaves its own affairs as they are."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _end_allocating(device: torch.device, pool: Any) -> None:
+    """Of a capture that was broken off. The allocator would think that it goes on for ever, and
+    meanwhile give back no memory that two streams have used, which all images are."""
+    with contextlib.suppress(RuntimeError):  # it did not even begin
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 def captured(

@@ -120,7 +120,7 @@ class PlainPass:
         try:
             return self._net(images)
         except Exception as error:
-            if self._undo is None:
+            if self._undo is None or self._being_captured():
                 raise
             # Whose fault it was shows without the compiler.
             self.close()
@@ -131,6 +131,10 @@ class PlainPass:
                 file=sys.stderr,
             )
             return self._net(images)
+
+    def _being_captured(self) -> bool:
+        """Then it is not the compiler's fault: the same pass ran before."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def refresh(self) -> None:
         """There are no copies."""

@@ -74,11 +74,12 @@ def _passes(
     """Forward and backward over each micro-batch; gives its first position and its part of the mean
     loss over the global batch."""
     keyed_batches = _with_draws_keyed(parts, micro_batches)
-    if parts.graph is None:
+    if parts.graph is None or parts.graph.refused:
         for micro in keyed_batches:
             yield micro.first, _pass(parts, micro, batch)
         return
-    factor = parts.scale.value / batch if parts.scale.on else 1 / batch
+    # In float64: rounded once, to what the loss is in, it is what backward would give.
+    factor = parts.scale.value.double() / batch if parts.scale.on else 1 / batch
     for first, found, gradients in parts.graph(keyed_batches, factor):
         parts.engine.add(gradients, found.counts, found.statistics)
         yield first, found.loss / batch

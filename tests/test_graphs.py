@@ -1,0 +1,499 @@
+"""Steps by replayed passes: their bits, what is captured, and captures that fail.
+
+Without a GPU on as much of one as a capture needs: streams, pools, and graphs that compute anew.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from megabatch.batchnorm import MovingAverages
+from megabatch.cluster import Cluster
+from megabatch.config import Config, Data
+from megabatch.data.loader import MicroBatch
+from megabatch.errors import UserError
+from megabatch.graphs import CapturedPass, captured
+from megabatch.parts import assemble, prepared
+from megabatch.passes import FusedPass, PlainPass
+from megabatch.precision import full_dtype
+from megabatch.step import train_step
+from megabatch.sync.buckets import GradientSum
+
+CPU = torch.device("cpu")
+ALONE = Cluster(0, 1, 0, 1, CPU, (1, 1))
+CONFIG = Config(
+    batch=8, micro=4, span=2, loss_scale=64.0, label_smoothing=0.1, data=Data(size=8, classes=10)
+)
+
+
+def micro_batches(batch, dtype=torch.float32):
+    """All in one place, one after another, as a loader may bring them."""
+    draw = torch.Generator().manual_seed(batch)
+    images = torch.randn(batch, 1, 8, 8, generator=draw)
+    labels = torch.randint(10, (batch,), generator=draw)
+    place = torch.empty(4, 1, 8, 8, dtype=dtype), torch.empty_like(labels[:4]), torch.arange(4)
+    place = MicroBatch(*place, 0)
+    for at in range(0, batch, 4):
+        place.images.copy_(images[at : at + 4])
+        place.labels.copy_(labels[at : at + 4])
+        place.positions.copy_(torch.arange(at, at + 4))
+        yield replace(place, first=at)
+
+
+# --- a device for captures ----------------------------------------------------------------------
+
+
+class FakeStream:
+    """Knows only who waits for whom while something is captured."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def record_event(self):
+        return self
+
+    def wait_event(self, event):
+        graph = self.device.capturing
+        if graph is not None and event in graph.streams:
+            graph.streams.append(self)
+            graph.away.add(self)
+
+    def wait_stream(self, other):
+        graph = self.device.capturing
+        if graph is not None:
+            assert self in graph.streams and other in graph.streams, "not of this capture"
+            graph.away.discard(other)
+
+
+class FakeGraph:
+    """Replayed, it computes anew and writes where it wrote."""
+
+    def __init__(self, device):
+        self.device, self.memory = device, None
+        self.ended = self.broken = self.replayed = False
+        self.streams, self.away, self.works = [], set(), []
+        device.graphs.append(self)
+
+    def pool(self):
+        if not self.ended:
+            raise RuntimeError("pool() without a successful capture")
+        return self.memory
+
+    def replay(self):
+        assert self.ended
+        self.replayed = True
+        for work, (found, gradients) in self.works:
+            new_found, new_gradients = work()
+            static = (*found, *gradients.values())
+            for held, new in zip(static, (*new_found, *new_gradients.values()), strict=True):
+                held.copy_(new)
+
+
+class FakeCapture:
+    """torch.cuda.graph, also in what it leaves undone when the device has broken a capture off."""
+
+    def __init__(self, graph, *, pool, stream, capture_error_mode):
+        self.graph, self.device, self.stream = graph, graph.device, stream
+        graph.memory = pool
+
+    def __enter__(self):
+        self.before, self.device.present = self.device.present, self.stream
+        self.device.recording.append(self.graph.memory)
+        self.device.drawing = True
+        self.device.capturing = self.graph
+        self.graph.streams.append(self.stream)
+
+    def __exit__(self, *_):
+        self.device.capturing = None
+        if self.graph.broken or self.graph.away:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.device.recording.remove(self.graph.memory)
+        self.device.drawing = False
+        self.graph.ended = True
+        self.device.present = self.before
+
+
+class FakeDevice:
+    def __init__(self, monkeypatch):
+        self.graphs, self.recording, self.capturing = [], [], None
+        self.main = self.present = FakeStream(self)
+        self.drawing = False
+        """the generator thinks that something is captured"""
+        self.room = 99
+        """passes that a capture has memory for"""
+        self.free, self.peaks = 1 << 30, [1]
+        """bytes; of each pass before a capture, and then of all others"""
+        fakes = {
+            "Stream": lambda: FakeStream(self),
+            "CUDAGraph": lambda: FakeGraph(self),
+            "graph": FakeCapture,
+            "graph_pool_handle": object,
+            "current_stream": lambda: self.present,
+            "stream": self.stream,
+            "get_rng_state": torch.get_rng_state,
+            "set_rng_state": self.set_rng_state,
+            "default_generators": {None: self},
+            "memory_allocated": lambda: 0,
+            "max_memory_allocated": lambda: self.peak,
+            "reset_peak_memory_stats": self.reset_peak,
+            "empty_cache": lambda: None,
+            "mem_get_info": lambda: (self.free, self.free),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        end = self.end_allocating
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *_: None, raising=False)
+        work, device = CapturedPass._work, self
+
+        def noted(self, way):
+            graph = device.capturing
+            if graph is not None and way >= device.room:
+                raise torch.OutOfMemoryError("CUDA out of memory.\nAnd much more")
+            buffers = [(buffer, buffer.clone()) for buffer in self._net.buffers()]
+            result = work(self, way)
+            device.peak = max(device.peak, device.peaks[0])
+            if graph is not None:  # noted, not done
+                assert device.present is graph.streams[way]
+                graph.works.append((lambda: work(self, way), result))
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            return result
+
+        monkeypatch.setattr(CapturedPass, "_work", noted)
+
+    @property
+    def sizes(self):
+        """of what was captured and replayed"""
+        return [len(graph.works) for graph in self.graphs if graph.replayed]
+
+    def is_whole(self):
+        """Nothing is left of captures that failed."""
+        return self.present is self.main and not self.recording and not self.drawing
+
+    def stream(self, stream):
+        device = self
+
+        class Present:
+            def __enter__(self):
+                self.before, device.present = device.present, stream
+
+            def __exit__(self, *_):
+                device.present = self.before
+
+        return Present()
+
+    def break_off(self):
+        """What asks the device for a number does not get it while something is captured."""
+        if self.capturing is not None:
+            self.capturing.broken = True
+            raise RuntimeError("not while a stream is captured\nand much more")
+
+    def set_rng_state(self, state):
+        if self.drawing:
+            raise RuntimeError("the generator is part of a capture")
+        torch.set_rng_state(state)
+
+    def clone_state(self):
+        return self.drawing
+
+    def graphsafe_set_state(self, state):
+        self.drawing = state
+
+    def end_allocating(self, _, pool):
+        self.recording.remove(pool)
+
+    def reset_peak(self):
+        self.peak = 0
+        self.peaks = self.peaks[1:] or self.peaks
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return FakeDevice(monkeypatch)
+
+
+# --- nets ---------------------------------------------------------------------------------------
+
+
+class Drops(nn.Module):
+    """A net with dropout, and a layer that no image reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 32), nn.Dropout(), nn.Linear(32, 10)
+        )
+        self.idle = nn.Linear(3, 3)
+
+    def forward(self, images):
+        return self.layers(images)
+
+
+class Draws(nn.Module):
+    """A net that draws from torch's own generator, and stands in for somebody else's."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(64, 32), nn.Linear(32, 10)
+
+    def forward(self, images):
+        return self.after(nn.functional.dropout(self.before(images.flatten(1)), training=True))
+
+
+class Counts(Draws):
+    """One that keeps account of its passes in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, images):
+        self.passes += 1
+        return super().forward(images) / self.passes
+
+
+class Waits(Draws):
+    """One that asks the device for a number: no graph can."""
+
+    def forward(self, images):
+        return super().forward(images) * (1 if images.sum().item() else 0)
+
+
+# --- the same bits ------------------------------------------------------------------------------
+
+
+def step_by_step(config, model=None, ways=None, own=False, batches=(8, 16, 8)):
+    """Weights, buffers, numbers and losses after some steps, of which the batches differ."""
+    torch.manual_seed(0)
+    made, dtype = model and model(), full_dtype(config)
+    with prepared(config, ALONE, 10, made) as net, assemble(config, ALONE, net, own) as parts:
+        assert parts.graph is None
+        if ways is not None:
+            parts = replace(parts, graph=CapturedPass(parts.run, net, ways))
+        results = [
+            train_step(parts, micro_batches(batch, dtype), batch, lr=0.1, momentum=0.9)
+            for batch in batches
+        ]
+        for batch, result in zip(batches, results, strict=True):
+            assert [first for first, _ in result.losses] == list(range(0, batch, 4))
+        numbers = [result.numbers.clone() for result in results]
+        losses = [loss for result in results for _, loss in result.losses]
+        return [*(t.clone() for t in net.state_dict().values()), *numbers, *losses]
+
+
+def alike(ones, others):
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("model", [None, Drops])
+@pytest.mark.parametrize(("scale", "ways"), [(1.0, 1), (48.0, 1), (48.0, 3)])
+def test_a_step_by_replayed_passes_has_the_bits_of_one_by_backward(
+    scale, ways, model, precision, device, capsys
+):
+    """One by one or side by side; of twelve images, whose share of the loss is no binary number."""
+    config = replace(CONFIG, loss_scale=scale, precision=precision)
+    batches = (8, 16, 12)
+    plain = step_by_step(config, model, batches=batches)
+    assert alike(plain, step_by_step(config, model, ways, batches=batches))
+    assert device.sizes == ([1] if ways == 1 else [2, 3, 1])
+    assert device.is_whole() and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", [Draws, Counts])
+def test_what_is_drawn_and_counted_before_a_capture_does_not_show(model, device):
+    config = replace(CONFIG, compile="never")
+    plain = step_by_step(config, model, own=True)
+    assert alike(plain, step_by_step(config, model, 1, own=True))
+    assert device.sizes == [1]
+
+
+def test_graphs_of_one_pass_share_memory_and_streams(device):
+    """What a stream has freed in a pool only the same stream takes again."""
+    step_by_step(CONFIG, ways=4, batches=(16, 8, 12))
+    assert device.sizes == [4, 2, 3]
+    assert len({graph.memory for graph in device.graphs}) == 1
+    streams = [stream for graph in device.graphs for stream in graph.streams]
+    assert len(set(streams)) == 4
+
+
+def test_all_images_of_a_replayed_pass_are_its_own(device):
+    """A copy would repeat one image in the place of four."""
+    first, *_ = micro_batches(8)
+    one = MicroBatch(first.images[:1], first.labels[:1], first.positions[:1], 4)
+    with prepared(CONFIG, ALONE, 10) as net, assemble(CONFIG, ALONE, net) as parts:
+        graph = CapturedPass(parts.run, net)
+        with pytest.raises(UserError, match="--graphs never"):
+            list(graph([first, one], 1.0))
+
+
+# --- captures that fail -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ways", [1, 3])
+def test_what_cannot_be_captured_runs_as_it_is_and_leaves_no_trace(
+    ways, device, monkeypatch, capsys
+):
+    class Asks(Drops):
+        def forward(self, images):
+            device.break_off()
+            return super().forward(images)
+
+    plain = step_by_step(CONFIG, Asks)
+    added, add = [], GradientSum.add
+    monkeypatch.setattr(GradientSum, "add", lambda *_: added.append(True) or add(*_))
+    assert alike(plain, step_by_step(CONFIG, Asks, ways))
+    assert device.is_whole() and not device.sizes
+    assert len(added) == 2  # from the second step on gradients leave during backward again
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "(not while a stream is captured)" in said
+
+
+def test_without_memory_for_so_many_fewer_run_side_by_side(device, capsys):
+    device.room = 2
+    plain = step_by_step(CONFIG, batches=(16, 20, 8))
+    assert alike(plain, step_by_step(CONFIG, ways=4, batches=(16, 20, 8)))
+    assert device.sizes == [2, 1] and device.is_whole()
+    assert not any(graph.broken or graph.away for graph in device.graphs)
+    assert not capsys.readouterr().err
+
+
+def test_memory_that_ends_later_ends_no_graph_that_is_small_enough(device, capsys):
+    batches = (4, 16, 8)
+    plain = step_by_step(CONFIG, batches=batches)
+    torch.manual_seed(0)
+    with prepared(CONFIG, ALONE, 10) as net, assemble(CONFIG, ALONE, net) as parts:
+        parts = replace(parts, graph=CapturedPass(parts.run, net, 4))
+        for batch in batches:
+            train_step(parts, micro_batches(batch), batch, lr=0.1, momentum=0.9)
+            device.room = 1
+        weights = list(net.state_dict().values())
+        assert alike(plain[: len(weights)], weights)
+        assert device.sizes == [1] and not parts.graph.refused
+    assert device.is_whole() and not capsys.readouterr().err
+
+
+def test_a_pass_that_has_no_room_in_a_graph_runs_as_it_is(device, capsys):
+    device.room = 0
+    plain = step_by_step(CONFIG)
+    assert alike(plain, step_by_step(CONFIG, ways=2))
+    assert not device.sizes and device.is_whole()
+    assert "(CUDA out of memory.)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("free", "sizes"), [(1000, [4]), (500, [2]), (30, [1])])
+def test_as_many_run_side_by_side_as_half_of_the_memory_holds(free, sizes, device):
+    """By what the last pass before a capture takes: the first ones try kernels out."""
+    device.free, device.peaks = free, [0, 900, 900, 125]
+    step_by_step(CONFIG, ways=4, batches=(16,))
+    assert device.sizes == sizes
+
+
+# --- which passes are captured ------------------------------------------------------------------
+
+
+def test_which_passes_are_captured():
+    """Small ones; by kernels of our own also large ones, if nothing is to leave meanwhile; those of
+    somebody else's model only when asked."""
+    net, gpu = nn.Linear(2, 2), torch.device("cuda")
+    fused, plain = FusedPass.__new__(FusedPass), PlainPass(Config(), CPU, net, MovingAverages(net))
+    small, large = (Config(batch=m, micro=m, span=m, data=Data(size=224)) for m in (256, 1024))
+
+    def is_captured(config, run, world=1, own=False, device=gpu):
+        cluster = Cluster(0, world, 0, world, device, (1, world))
+        return captured(config, cluster, run, net, own) is not None
+
+    for world in (1, 2):
+        assert is_captured(small, fused, world) and is_captured(small, plain, world)
+        assert is_captured(large, fused, world) is (world == 1)
+        assert not is_captured(large, plain, world)
+    for config in (replace(small, compile="never"), replace(small, deterministic=True)):
+        assert is_captured(config, fused) and not is_captured(config, plain)
+    assert not is_captured(small, plain, own=True)
+    always, never = (replace(large, graphs=wish) for wish in ("always", "never"))
+    assert is_captured(always, plain, own=True) and not is_captured(never, fused)
+    assert not is_captured(always, plain, device=CPU)
+
+
+def test_how_many_passes_run_side_by_side():
+    """By kernels of our own, until they have the pixels of a pass that fills the device."""
+    net = nn.Linear(2, 2)
+    fused, plain = FusedPass.__new__(FusedPass), PlainPass(Config(), CPU, net, MovingAverages(net))
+    cluster = Cluster(0, 1, 0, 1, torch.device("cuda"), (1, 1))
+    for run, micro, size, ways in (
+        (fused, 256, 224, 4),
+        (fused, 512, 224, 2),
+        (fused, 1024, 224, 1),
+        (fused, 1024, 64, 4),
+        (plain, 256, 224, 1),
+    ):
+        config = Config(batch=micro, micro=micro, span=micro, data=Data(size=size))
+        assert captured(config, cluster, run, net, False)._ways == ways
+
+
+# --- on a GPU -----------------------------------------------------------------------------------
+
+
+def on(device, micro):
+    tensors = (t.to(device) for t in (micro.images, micro.labels, micro.positions))
+    return MicroBatch(*tensors, micro.first)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("model", [Drops, Draws, Waits])
+def test_a_net_of_somebody_elses_gives_the_same_bits_captured(model, capsys):
+    gpu = torch.device("cuda")
+    alone = Cluster(0, 1, 0, 1, gpu, (1, 1))
+    found = []
+    for graphs in ("never", "always"):
+        config = replace(CONFIG, compile="never", graphs=graphs)
+        torch.manual_seed(0)
+        with (
+            prepared(config, alone, 10, model()) as net,
+            assemble(config, alone, net, own=True) as parts,
+        ):
+            for batch in (8, 16, 8):
+                there = [on(gpu, micro) for micro in micro_batches(batch)]
+                train_step(parts, there, batch, lr=0.1, momentum=0.9)
+        found.append(list(net.state_dict().values()))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert ("cannot be replayed" in capsys.readouterr().err) is (model is Waits)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_passes_side_by_side_have_the_bits_of_one_after_another():
+    gpu = torch.device("cuda")
+    alone = Cluster(0, 1, 0, 1, gpu, (1, 1))
+    data = Data(size=32, channels=3, classes=10)
+    config = Config(
+        model="resnet50", batch=64, micro=16, span=8, precision="bf16", graphs="never", data=data
+    )
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randn(6 * 16, 3, 32, 32, generator=draw).to(gpu)
+    labels = torch.randint(10, (6 * 16,), generator=draw).to(gpu)
+    positions = torch.arange(6 * 16, device=gpu)
+    found = []
+    for ways in (None, 1, 2, 4):
+        torch.manual_seed(0)
+        with prepared(config, alone, 10) as net, assemble(config, alone, net) as parts:
+            if not isinstance(parts.run, FusedPass):
+                pytest.skip("needs a GPU that the kernels were cut for")
+            if ways:
+                parts = replace(parts, graph=CapturedPass(parts.run, net, ways))
+            for count in (4, 6, 4):
+                micros = (
+                    MicroBatch(images[part], labels[part], positions[part], part.start)
+                    for part in (slice(at, at + 16) for at in range(0, 16 * count, 16))
+                )
+                result = train_step(parts, micros, 16 * count, lr=0.1, momentum=0.9)
+            losses = [loss for _, loss in result.losses]
+            if ways:
+                assert parts.graph._ways == ways and not parts.graph._refused
+        found.append([*net.state_dict().values(), result.numbers, *losses])
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
