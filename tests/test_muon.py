@@ -39,6 +39,32 @@ def test_singular_values_come_out_about_alike():
     assert values.max() < 1.3
 
 
+@pytest.mark.parametrize("size", [1e-42, 1e-25, 1e-19, 1e19, 1e37])
+def test_how_large_the_numbers_are_does_not_matter(size):
+    """Squares of the small ones are 0, of the large ones infinite."""
+    matrix = torch.randn(8, 20, generator=torch.Generator().manual_seed(4))
+    scaled = matrix * size  # of 1e-42 few digits are left
+    (found,) = orthogonal([scaled])
+    (expected,) = orthogonal([scaled.double()])
+    torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_zeros_stay_zeros(dtype):
+    assert not orthogonal([torch.zeros(3, 4, dtype=dtype)])[0].any()
+
+
+def test_a_layer_without_gradients_any_more_keeps_its_weights_finite():
+    """Its momentum decays until nothing is left, through numbers whose squares are 0."""
+    weight = nn.Parameter(torch.ones(4, 6))
+    optimizer = Muon([weight], lr=0.1, momentum=0.5, trust=0.01)
+    for step in range(200):
+        weight.grad = torch.full_like(weight, 1.0 if step == 0 else 0.0)
+        optimizer.step()
+    assert weight.isfinite().all()
+    assert not optimizer.state[weight]["momentum_buffer"].any()
+
+
 @pytest.mark.parametrize("pad", [False, True])
 def test_layers_go_together_as_they_go_alone(pad):
     shapes = [(5, 8)] * 3 + [(8,), (2, 5, 8), (8, 5), (5, 2), (5, 5), (5, 4, 3, 3), (0, 3)]
@@ -49,6 +75,7 @@ def test_layers_go_together_as_they_go_alone(pad):
         torch.randn(7, 5).mT,
         torch.randn(3, 5, 4).permute(1, 2, 0),
         torch.randn(5, 16)[:, ::2],
+        torch.randn(6, 4, 6, 3).to(memory_format=torch.channels_last)[:, :, ::2],
         torch.randn(5, 9, dtype=torch.float64),
     ]
     before = [tensor.clone() for tensor in tensors]

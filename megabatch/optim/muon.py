@@ -147,7 +147,7 @@ def orthogonal(tensors: list[Tensor], pad: bool | None = None) -> list[Tensor]:
     alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for tensor, place in zip(tensors, found, strict=True):
         if tensor.ndim >= 2 and tensor.numel():
-            matrix = _wide(tensor)
+            matrix, place = _wide(_as_it_lies(tensor, tensor)), _as_it_lies(place, tensor)
             filled = tensor.is_cuda if pad is None else pad
             columns = None if filled else matrix.shape[1]
             alike[tensor.device, tensor.dtype, matrix.shape[0], columns].append((matrix, place))
@@ -161,32 +161,35 @@ def orthogonal(tensors: list[Tensor], pad: bool | None = None) -> list[Tensor]:
     return found
 
 
+def _as_it_lies(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor's dimensions in the order in which `like` has them in memory: a matrix of it is no
+    copy, and an order of columns changes nothing."""
+    last = like.ndim == 4 and like.is_contiguous(memory_format=torch.channels_last)
+    return tensor.permute(0, 2, 3, 1) if last else tensor
+
+
 def _wide(tensor: Tensor) -> Tensor:
     """A tensor's matrix, its first dimension by the rest, turned so that it has no more rows than
-    columns. In whichever order the rest lies in memory: an order of columns changes nothing."""
-    if _channels_last(tensor):
-        tensor = tensor.permute(0, 2, 3, 1)
+    columns."""
     matrix = tensor.flatten(1)
     return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
 
 
 def _put(matrix: Tensor, place: Tensor) -> None:
     """Write a matrix to where a tensor of its own lies: the way back from _wide()."""
-    if _channels_last(place):
-        place = place.permute(0, 2, 3, 1)
     if len(place) != len(matrix):
         matrix = matrix.mT
     place.copy_(matrix.unflatten(1, place.shape[1:]))
 
 
-def _channels_last(tensor: Tensor) -> bool:
-    return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-
-
 def _iterated(matrices: Tensor) -> Tensor:
     """The polynomial of each matrix's singular values, without taking it apart."""
     a, b, c = _POLYNOMIAL
-    x: Tensor = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
+    # By the largest number first: the squares of small ones, as a momentum that decays has them,
+    # are 0 long before they are.
+    largest = matrices.abs().amax(dim=(1, 2), keepdim=True)
+    x: Tensor = matrices / torch.where(largest > 0, largest, 1.0)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1.0)
     if matrices.is_cuda and matrices.dtype == torch.float32:
         x = x.bfloat16()  # singular values need not be more alike than it can tell
     for _ in range(_TIMES):
