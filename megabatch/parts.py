@@ -169,7 +169,7 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
         scale = LossScale(config, cluster.device)
         moving = MovingAverages(net)
         average = WeightAverage(net, config, masters)
-        run = choose(config, cluster, net, moving)
+        run = choose(config, cluster, net, moving, own)
         failing.callback(run.close)
         # Last: from here on the module's parameters carry hooks.
         engine = GradientSum(

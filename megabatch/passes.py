@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from megabatch import kernels
-from megabatch.batchnorm import MovingAverages
+from megabatch.batchnorm import MovingAverages, use_spans
 from megabatch.cluster import Cluster
 from megabatch.compiling import compile_net
 from megabatch.config import Config
 from megabatch.errors import UserError
-from megabatch.models.resnet import ResNet
+from megabatch.models.resnet import BasicBlock, Bottleneck, ResNet
 from megabatch.precision import HALF, autocast, full_dtype
 from megabatch.sync.control import counts
 
@@ -57,10 +57,13 @@ class Pass(Protocol):
         """Leave the net as it was."""
 
 
-def choose(config: Config, cluster: Cluster, net: nn.Module, moving: MovingAverages) -> Pass:
-    """The pass of a run: on a GPU the fastest there is, unless the config says never."""
+def choose(
+    config: Config, cluster: Cluster, net: nn.Module, moving: MovingAverages, own: bool = False
+) -> Pass:
+    """The pass of a run: on a GPU the fastest there is, unless the config says never. `own`: the
+    net is of the caller's making."""
     device = cluster.device
-    if config.compile != "never" and fusable(config, device, net):
+    if config.compile != "never" and fusable(config, device, net, own):
         return FusedPass(config, net)
     compiled = config.compile == "always" or (
         config.compile == "auto" and kernels.available(device) and not config.deterministic
@@ -72,16 +75,35 @@ def choose(config: Config, cluster: Cluster, net: nn.Module, moving: MovingAvera
     return PlainPass(config, device, net, moving, undo)
 
 
-def fusable(config: Config, device: torch.device, net: nn.Module) -> bool:
+def fusable(config: Config, device: torch.device, net: nn.Module, own: bool = False) -> bool:
     """Whether kernels of our own run this net: a bundled ResNet, all of which trains, in half
     precision, on a chip whose multiprocessors have the room that they were cut for."""
     return (
-        isinstance(net, ResNet)
+        type(net) is ResNet
         and config.precision in HALF
         and all(p.requires_grad for p in net.parameters())
         and kernels.available(device)
         and kernels.roomy(device)
+        and (not own or _as_bundled(net, config.span))
     )
+
+
+def _as_bundled(net: ResNet, span: int) -> bool:
+    """Whether its maker has put no other layers into the net and hung nothing on those it has:
+    kernels would not know of it."""
+    stages = net.layer1, net.layer2, net.layer3, net.layer4
+    kinds = [type(layer) for layer in (net.conv1, net.fc, *stages)]
+    block: Any = type(next(net.layer1.children(), None))
+    if kinds != [nn.Conv2d, nn.Linear, *[nn.Sequential] * 4]:
+        return False
+    if block not in (BasicBlock, Bottleneck):
+        return False
+    one, two, three, four = map(len, stages)
+    with torch.device("meta"):
+        bundled = ResNet(block, (one, two, three, four), net.fc.out_features, net.conv1.in_channels)
+    use_spans(bundled, span)
+    heard = any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    return repr(net) == repr(bundled) and not heard
 
 
 class PlainPass:

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from megabatch import kernels
-from megabatch.batchnorm import MovingAverages
+from megabatch.batchnorm import MovingAverages, use_spans
 from megabatch.cluster import Cluster
 from megabatch.compiling import compile_net
 from megabatch.config import Config
-from megabatch.models.resnet import resnet18
-from megabatch.passes import PlainPass, choose
+from megabatch.models.resnet import resnet18, resnet50
+from megabatch.passes import PlainPass, choose, fusable
 
 # What torch imports for its compiler warns.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -56,6 +56,47 @@ def test_a_net_without_blocks_is_compiled_whole():
     undo()
     assert net._compiled_call_impl is None
     assert torch._dynamo.config.recompile_limit == limit
+
+
+def subclassed(module):
+    class Mine(type(module)):
+        pass
+
+    module.__class__ = Mine
+
+
+def test_kernels_run_a_resnet_as_it_is_bundled_and_no_other(monkeypatch):
+    """Layers that a caller changed they would not know of, and what hangs on one nobody would
+    call."""
+    monkeypatch.setattr(kernels, "available", lambda device: True)
+    monkeypatch.setattr(kernels, "roomy", lambda device: True)
+    config = Config(model="own", precision="bf16", span=4)
+    gpu = torch.device("cuda")
+
+    def runs(change=None, build=resnet18):
+        net = build(10, 1)
+        if change:
+            change(net)
+        use_spans(net, config.span)
+        return fusable(config, gpu, net, own=True)
+
+    assert runs() and runs(build=resnet50)
+    for change in (
+        subclassed,
+        lambda net: subclassed(net.layer1[0]),
+        lambda net: subclassed(net.layer4[1]),
+        lambda net: setattr(net, "maxpool", nn.Identity()),
+        lambda net: setattr(net, "fc", nn.Sequential(nn.Dropout(), net.fc)),
+        lambda net: setattr(net, "conv1", nn.Conv2d(1, 64, 3, padding=1, bias=False)),
+        lambda net: setattr(net, "conv1", nn.Sequential(net.conv1)),
+        lambda net: setattr(net, "layer4", nn.Identity()),
+        lambda net: setattr(net, "layer1", nn.Sequential()),
+        lambda net: setattr(net.layer2, "0", nn.Identity()),
+        lambda net: net.layer3[0].register_forward_hook(print),
+        lambda net: net.fc.register_forward_pre_hook(print),
+        lambda net: net.fc.requires_grad_(False),
+    ):
+        assert not runs(change)
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(capsys):
