@@ -330,6 +330,25 @@ def test_all_images_of_a_replayed_pass_are_its_own(device):
             list(graph([first, one], 1.0))
 
 
+def test_a_step_that_failed_midway_shows_in_no_other(device):
+    def torn(batch):
+        for micro in micro_batches(batch):
+            if micro.first == 8:
+                raise OSError("the disk is gone")
+            yield micro
+
+    plain = step_by_step(CONFIG, batches=(16,))
+    torch.manual_seed(0)
+    with prepared(CONFIG, ALONE, 10) as net, assemble(CONFIG, ALONE, net) as parts:
+        parts = replace(parts, graph=CapturedPass(parts.run, net, 4))
+        assert not list(parts.graph([], 1.0))  # nothing was dealt to this worker
+        with pytest.raises(OSError, match="disk"):
+            train_step(parts, torn(16), 16, lr=0.1, momentum=0.9)
+        train_step(parts, micro_batches(16), 16, lr=0.1, momentum=0.9)
+        weights = list(net.state_dict().values())
+        assert alike(plain[: len(weights)], weights)
+
+
 # --- captures that fail -------------------------------------------------------------------------
 
 
@@ -462,6 +481,29 @@ def test_a_net_of_somebody_elses_gives_the_same_bits_captured(model, capsys):
         found.append(list(net.state_dict().values()))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert ("cannot be replayed" in capsys.readouterr().err) is (model is Waits)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_after_a_capture_that_failed_memory_of_two_streams_is_given_back(capsys):
+    """As the loader's images are, made on one and read on the other."""
+    gpu = torch.device("cuda")
+    alone = Cluster(0, 1, 0, 1, gpu, (1, 1))
+    config = replace(CONFIG, compile="never", graphs="always")
+    with prepared(config, alone, 10, Waits()) as net, assemble(config, alone, net, True) as parts:
+        there = [on(gpu, micro) for micro in micro_batches(8)]
+        train_step(parts, there, 8, lr=0.1, momentum=0.9)
+        assert parts.graph.refused and "cannot be replayed" in capsys.readouterr().err
+        side, reserved = torch.cuda.Stream(), []
+        for _ in range(8):
+            with torch.cuda.stream(side):
+                images = torch.empty(64 << 20, dtype=torch.uint8, device=gpu)
+            images.record_stream(torch.cuda.current_stream())
+            del images
+            torch.cuda.synchronize()
+            reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] == reserved[1]
 
 
 @pytest.mark.gpu
@@ -493,7 +535,42 @@ def test_passes_side_by_side_have_the_bits_of_one_after_another():
                 result = train_step(parts, micros, 16 * count, lr=0.1, momentum=0.9)
             losses = [loss for _, loss in result.losses]
             if ways:
-                assert parts.graph._ways == ways and not parts.graph._refused
+                assert parts.graph._ways == ways and not parts.graph.refused
         found.append([*net.state_dict().values(), result.numbers, *losses])
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_fewer_passes_lie_in_the_memory_of_more():
+    """A step's last ones, captured later: what more they take is far from a pass."""
+    gpu = torch.device("cuda")
+    alone = Cluster(0, 1, 0, 1, gpu, (1, 1))
+    data = Data(size=128, channels=3, classes=10)
+    config = Config(
+        model="resnet18",
+        batch=1024,
+        micro=256,
+        span=256,
+        precision="bf16",
+        graphs="never",
+        data=data,
+    )
+    images = torch.randn(256, 3, 128, 128, device=gpu).to(memory_format=torch.channels_last)
+    there = MicroBatch(
+        images, torch.zeros(256, dtype=torch.long, device=gpu), torch.arange(256, device=gpu), 0
+    )
+    with prepared(config, alone, 10) as net, assemble(config, alone, net) as parts:
+        if not isinstance(parts.run, FusedPass):
+            pytest.skip("needs a GPU that the kernels were cut for")
+        parts = replace(parts, graph=CapturedPass(parts.run, net, 4))
+        reserved = []
+        for count in (1, 4, 3):
+            train_step(parts, [there] * count, 256 * count, lr=0.1, momentum=0.9)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            reserved.append(torch.cuda.memory_reserved())
+        assert sorted(parts.graph._graphs) == [1, 3, 4]
+    one, four, three = reserved
+    assert three - four < (four - one) / 6

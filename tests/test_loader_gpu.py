@@ -83,3 +83,30 @@ def test_two_runs_give_the_same_bits(packs):
     one, other = (read(config, "cuda", [80, 80, 80], lag)[0] for lag in (0, 10_000_000))
     for (_, images, labels), (_, again, labels_again) in zip(one, other, strict=True):
         assert torch.equal(images, again) and torch.equal(labels, labels_again)
+
+
+class Slow(torch.utils.data.Dataset):
+    """A caller's own images, made where they lie, and late."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return 160
+
+    def __getitem__(self, index):
+        if self.kind == "cuda":
+            torch.cuda._sleep(1_000_000)
+        return torch.full((3, 32, 32), float(index), device=self.kind), index % 10
+
+
+def test_images_that_a_caller_makes_on_the_device_are_waited_for():
+    found = {}
+    for kind in ("cuda", "cpu"):
+        train, val = open_sources(CONFIG, (Slow(kind), Slow(kind)))
+        loader = StepLoader(train, val, CONFIG, cluster(kind), torch.float32)
+        with contextlib.closing(loader):
+            micros = [m for at in range(2) for m in loader.share(Step(at, 80 * at, 80, 0.0, 0))]
+            found[kind] = [m.images.cpu() for m in micros]
+    for one, other in zip(*found.values(), strict=True):
+        assert torch.equal(one, other)

@@ -82,7 +82,7 @@ class ThreadReader:
         if self._source.instant:
             return _WhenAsked(lambda: self._read(first, count))
         if self._write is None:
-            return self._pool.submit(self._timed, self._read, first, count)
+            return self._pool.submit(self._timed, self._read_whole, first, count)
         return self._submit_pieces(self._write, first, count)
 
     def _submit_pieces(self, write: Writer, first: int, count: int) -> FutureBatch:
@@ -98,6 +98,12 @@ class ThreadReader:
         positions = torch.arange(first, first + count)
         indices, draws = self._order.indices(positions), self._order.draws(positions)
         return Buffer(*self._source.read(indices, draws))
+
+    def _read_whole(self, first: int, count: int) -> Buffer:
+        buffer = self._read(first, count)
+        if buffer.images.is_cuda:  # of a caller's own: whoever takes them works on another stream
+            torch.cuda.current_stream(buffer.images.device).synchronize()
+        return buffer
 
     def _timed(self, work: Callable[..., T], *arguments: object) -> T:
         began = time.perf_counter()
