@@ -75,7 +75,7 @@ class CapturedPass:
         self._held: list[tuple[Tensor, ...]] = []
         """images, labels and positions that each way reads"""
         self._streams: list[torch.cuda.Stream] = []
-        """of each way, the same in every graph: what one has freed, only its stream takes again"""
+        """of each way, the same in every graph: memory that one has freed only it takes again"""
         self._graphs: dict[int, _Graph] = {}
         """by the number of ways: a step's last micro-batches may be fewer"""
         self.refused = False
@@ -144,19 +144,18 @@ class CapturedPass:
 
     def _warm_up(self) -> None:
         """Compile and choose kernels, and see how many passes have room side by side."""
-        self._streams = [torch.cuda.Stream() for _ in range(self._ways)]
+        streams = [torch.cuda.Stream() for _ in range(self._ways)]
         self._factor = torch.ones((), dtype=torch.float64, device=self._held[0][0].device)
         # What is drawn and counted before the first pass counts must not show in it.
         drawn = torch.cuda.get_rng_state()
         buffers = [(buffer, buffer.clone()) for buffer in self._net.buffers()]
         before = torch.cuda.memory_allocated()
-        side = self._streams[0]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        streams[0].wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(streams[0]):
             for _ in range(_BEFORE_CAPTURE):
                 torch.cuda.reset_peak_memory_stats()  # the last counts: others try kernels out
                 self._work(0)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(streams[0])
         for buffer, as_it_was in buffers:
             buffer.copy_(as_it_was)
         torch.cuda.set_rng_state(drawn)
@@ -164,6 +163,7 @@ class CapturedPass:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         self._ways = min(self._ways, max(1, int(_FREE_SHARE * free / max(taken, 1))))
+        self._streams = streams[: self._ways]
 
     def _has_graph(self, ways: int) -> bool:
         """Of so many passes, captured now if need be. If they cannot be, half as many are the most
