@@ -103,6 +103,7 @@ def _fits(source: Decoded, device: torch.device) -> bool:
     shape = _image_shape(source)
     if shape is None or device.type != "cuda":
         return False
+    torch.cuda.empty_cache()  # what runs before this one have left to torch is free too
     free, _ = torch.cuda.mem_get_info(device)
     nbytes = len(source) * shape[0] * shape[1] * source.data.channels
     return nbytes <= _SHARE_OF_MEMORY * free
