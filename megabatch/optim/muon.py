@@ -187,9 +187,9 @@ def _iterated(matrices: Tensor) -> Tensor:
     a, b, c = _POLYNOMIAL
     # By the largest number first: the squares of small ones, as a momentum that decays has them,
     # are 0 long before they are.
-    largest = matrices.abs().amax(dim=(1, 2), keepdim=True)
+    largest = torch.linalg.vector_norm(matrices, torch.inf, dim=(1, 2), keepdim=True)
     x: Tensor = matrices / torch.where(largest > 0, largest, 1.0)
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1.0)
+    x /= x.norm(dim=(1, 2), keepdim=True).clamp(min=1.0)
     if matrices.is_cuda and matrices.dtype == torch.float32:
         x = x.bfloat16()  # singular values need not be more alike than it can tell
     for _ in range(_TIMES):
