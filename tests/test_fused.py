@@ -84,6 +84,27 @@ def test_the_pass_is_the_plain_net(block, wide, span):
         assert distance < limit, (name, float(distance))
 
 
+@LONG
+@pytest.mark.parametrize("block", [Bottleneck, BasicBlock])
+def test_passes_that_are_under_way_together_do_not_meet(block):
+    """Nothing of a pass lies anywhere but in what it returns: graphs run several side by side."""
+    from megabatch.models.fused import ResNetPass
+
+    net = small(block)
+    run = ResNetPass(net, torch.float32, 2)
+    parameters = list(net.parameters())
+    torch.manual_seed(1)
+    batches = torch.randn(2, 2, 3, 32, 32, device=DEVICE).unbind()
+
+    def gradients(logits):
+        return torch.autograd.grad(logits.square().sum(), parameters)
+
+    alone = [gradients(run(images)[0]) for images in batches]
+    begun = [run(images)[0] for images in batches]
+    for one, other in zip(alone, map(gradients, begun), strict=True):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
 CONFIG = Config(
     model="resnet18",
     batch=4,
