@@ -166,7 +166,7 @@ class Run:
         before, paused, found = self.delayed.last.epoch, time.perf_counter(), None
         if self.last or self._due(before, config.eval_every):
             found = self._evaluate()
-        best = found is not None and config.keep_best and found["top1"] > state.best_top1
+        best = found is not None and config.keep_best and state.beaten_by(found)
         over = self.last or (found is not None and self._reaches(found))
         saves = not over and self._due(before, config.save_every)
         compared = None

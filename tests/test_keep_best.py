@@ -4,12 +4,16 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from test_train import CONFIG
+from torch.utils.data import TensorDataset
 
 from megabatch.cli import main
+from megabatch.config import Data
 from megabatch.errors import UserError
 from megabatch.evaluation import evaluate
 from megabatch.runs import checkpoint, trained
+from megabatch.runs.folder import State
 from megabatch.training import train
 
 CONFIG = replace(
@@ -60,6 +64,26 @@ def test_a_run_that_kept_none_says_how_to(tmp_path):
 
 
 FLAT = replace(CONFIG.lr, warmup=0)
+
+
+def test_the_first_evaluation_is_the_best_so_far_also_with_nothing_right():
+    """A small held-out part may have no image right: --best is then still there to be named."""
+    state, nothing = State(), {"top1": 0.0, "top5": 0.0, "loss": 2.3}
+    assert state.beaten_by(nothing)
+    state.evaluated(nothing)
+    assert not state.beaten_by(nothing)
+    assert state.beaten_by({**nothing, "top1": 0.1})
+
+
+def test_a_run_with_nothing_right_keeps_a_best_one(tmp_path):
+    """Pixels of one value and labels that no image of training has."""
+    black = torch.zeros(64, 1, 8, 8)
+    learnt, held_out = (TensorDataset(black, torch.full((64,), label)) for label in (0, 1))
+    config = replace(CONFIG, epochs=2, eval_every=1, lr=FLAT)
+    config = replace(config, lr=replace(FLAT, reference=0.1), data=Data(classes=2, size=8))
+    summary = train(config, data=(learnt, held_out), out=tmp_path, quiet=True)
+    assert summary.best_top1 == 0
+    assert checkpoint.of_run(tmp_path, best=True).parent == tmp_path / "best"
 
 
 def test_a_new_best_replaces_a_newer_one_of_another_branch(tmp_path):

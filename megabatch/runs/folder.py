@@ -78,6 +78,10 @@ class State:
             self.batch = numbers.batch or batch
             self.proposed = following_batch(config, self.batch, self.noise.scale)
 
+    def beaten_by(self, evaluation: dict[str, float]) -> bool:
+        """Whether it is the best so far; the first one is, also with nothing right."""
+        return not self.last_top1s or evaluation["top1"] > self.best_top1
+
     def evaluated(self, evaluation: dict[str, float]) -> None:
         """Take in an evaluation: the last, perhaps the best, one of the last five."""
         self.evaluation, self.evaluated_at = evaluation, self.seen
