@@ -3,6 +3,7 @@
 import gzip
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -55,6 +56,30 @@ def test_hidden_files_are_passed_over_and_others_are_named(tmp_path):
     assert (train.classes, len(train)) == (clean.classes, len(clean))
     (root / "dog [x]").mkdir()
     assert open_sources(config_of(root))[0].notes[1] == "1 class without images: dog [x]"
+
+
+def test_folders_inside_a_class_are_named_as_what_they_are(tmp_path):
+    """Their images are not seen, which nobody learns from files that are no images."""
+    root = pictures.folder(tmp_path / "set", each=4, val=0)
+    clean, _ = open_sources(config_of(root))
+    (root / "bee/more").mkdir()
+    shutil.copy(next((root / "bee").glob("*.JPEG")), root / "bee/more")
+    (root / "bee/list.csv").write_bytes(b"x")
+    train, _ = open_sources(config_of(root))
+    assert train.notes == (
+        f"passed over 1 file that is no image: {root}/bee/list.csv",
+        f"passed over 1 folder inside a class: {root}/bee/more: images lie straight in CLASS/",
+    )
+    assert len(train) == len(clean)
+
+
+def test_a_single_class_is_warned_of(tmp_path):
+    """It would be learnt to 100 % at once."""
+    root = pictures.folder(tmp_path / "set", each=30, val=0)
+    for folder in [path for path in root.iterdir() if path.name != "ant"]:
+        shutil.rmtree(folder)
+    (note,) = open_sources(config_of(root))[0].notes
+    assert note.startswith("warning: ant is the only class, so that there is nothing to learn")
 
 
 def test_colour_that_the_model_does_not_see_gets_a_note(tmp_path):
@@ -143,7 +168,8 @@ def test_all_unreadable_images_are_counted_before_the_first_step(messy, capsys):
     assert words.startswith(
         f"{messy} has 3 unreadable images: train/ant/1.JPEG (the file is empty)"
     )
-    assert words.endswith("leave them out with --data.skip-bad 3") and "\n" not in words
+    assert words.endswith("leave them out with --data.skip-bad 3; from Python, Data(skip_bad=3)")
+    assert "\n" not in words
     # With a number every image is decoded, and the damage inside one is found too.
     with pytest.raises(
         UserError, match=r"has 4 unreadable images: .*, \.\.\.; .*--data.skip-bad 4"

@@ -205,7 +205,7 @@ def find_bad(origin: Origin, indices: Tensor, config: Config, cluster: Cluster) 
     if len(bad) > allowed:
         raise UserError(
             f"{config.data.path} has {_named(origin, bad)}; repair or remove them, or leave them "
-            f"out with --data.skip-bad {len(bad)}"
+            f"out with --data.skip-bad {len(bad)}; from Python, Data(skip_bad={len(bad)})"
         )
     return bad
 

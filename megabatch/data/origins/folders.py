@@ -111,6 +111,7 @@ def open_at(path: Path) -> Folders:
     classes = _class_folders(train_root)
     names, labels = _listed(path, train_root, classes, classes, passed)
     train = len(names)
+    passed.only = classes[0] if len(classes) == 1 else None
     if val_root is None:
         return Folders("folder", str(path), classes, labels, train, names, passed.notes)
     more: Iterable[str]
@@ -157,32 +158,52 @@ def _hidden(name: str) -> bool:
 
 
 @dataclass
-class _PassedOver:
-    """What lies beside the images."""
+class _Few:
+    """How many there are, and the names of the first."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
-    empty: list[str] = field(default_factory=list)
-    """class folders without images"""
 
-    def add(self, folder: Path, names: list[str]) -> None:
+    def add(self, names: list[str], folder: Path = Path()) -> None:
         self.count += len(names)
         self.first += [_shown(folder / name) for name in names[: _NAMED - len(self.first)]]
+
+    def __str__(self) -> str:
+        return ", ".join(self.first) + (", ..." if self.count > _NAMED else "")
+
+
+@dataclass
+class _PassedOver:
+    """What lies beside the images."""
+
+    files: _Few = field(default_factory=_Few)
+    folders: _Few = field(default_factory=_Few)
+    """inside class folders: whoever has images in them will miss those"""
+    empty: _Few = field(default_factory=_Few)
+    """class folders without images"""
+    only: str | None = None
+    """the one class, where there is no other to tell it from"""
 
     @property
     def notes(self) -> tuple[str, ...]:
         notes = []
-        if self.count:
-            what = "file that is no image" if self.count == 1 else "files that are no images"
-            notes.append(f"passed over {self.count} {what}: {_few(self.first, self.count)}")
-        if self.empty:
-            what = "class without images" if len(self.empty) == 1 else "classes without images"
-            notes.append(f"{len(self.empty)} {what}: {_few(self.empty, len(self.empty))}")
+        if count := self.files.count:
+            what = "file that is no image" if count == 1 else "files that are no images"
+            notes.append(f"passed over {count} {what}: {self.files}")
+        if count := self.folders.count:
+            what = "folder inside a class" if count == 1 else "folders inside classes"
+            notes.append(
+                f"passed over {count} {what}: {self.folders}: images lie straight in CLASS/"
+            )
+        if count := self.empty.count:
+            what = "class without images" if count == 1 else "classes without images"
+            notes.append(f"{count} {what}: {self.empty}")
+        if self.only is not None:
+            notes.append(
+                f"warning: {_shown(self.only)} is the only class, so that there is nothing to "
+                f"learn: name the folder in which the class folders lie"
+            )
         return tuple(notes)
-
-
-def _few(names: list[str], count: int) -> str:
-    return ", ".join(names[:_NAMED]) + (", ..." if count > _NAMED else "")
 
 
 def _shown(name: str | Path) -> str:
@@ -199,13 +220,14 @@ def _listed(
     labels = array("i")
     for folder in folders:
         where = root / folder
-        found, others = _images(where)
-        if not found and (where / "images").is_dir():  # as Tiny ImageNet nests them
+        found, inner, others = _images(where)
+        if not found and "images" in inner:  # as Tiny ImageNet nests them
             where = where / "images"
-            found, others = _images(where)
-        passed.add(where, others)
+            found, inner, others = _images(where)
+        passed.folders.add(inner, where)
+        passed.files.add(others, where)
         if not found:
-            passed.empty.append(_shown(os.path.relpath(root / folder, top)))
+            passed.empty.add([os.path.relpath(root / folder, top)])
         names.extend(os.path.relpath(where / name, top) for name in found)
         labels.extend([number.get(folder, -1)] * len(found))
     if len(names) == 0:
@@ -214,14 +236,23 @@ def _listed(
     return names, numpy.array(labels, numpy.int32)
 
 
-def _images(folder: Path) -> tuple[list[str], list[str]]:
-    """The names of images, and what else is there."""
+def _images(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """The names of images, of folders, and of what else is there."""
+    images: list[str] = []
+    folders: list[str] = []
+    others: list[str] = []
     with os.scandir(folder) as entries:
-        # No question whether it is a file: a dangling link is to be reported, not passed over.
-        names = [entry.name for entry in entries if not _hidden(entry.name)]
-    names.sort(key=os.fsencode)
-    images = [name for name in names if name.lower().endswith(SUFFIXES)]
-    return images, [name for name in names if not name.lower().endswith(SUFFIXES)]
+        for entry in entries:
+            if _hidden(entry.name):
+                continue
+            # No question whether it is a file: a dangling link is to be reported, not passed over.
+            if entry.name.lower().endswith(SUFFIXES):
+                images.append(entry.name)
+            else:
+                (folders if entry.is_dir() else others).append(entry.name)
+    for names in (images, folders, others):
+        names.sort(key=os.fsencode)
+    return images, folders, others
 
 
 def _annotated(top: Path, val: Path, classes: list[str]) -> tuple[list[str], NDArray[numpy.int32]]:
