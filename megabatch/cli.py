@@ -45,6 +45,8 @@ VERBS = {
     "doctor": "what works on this machine, what does not, and how to get it",
 }
 
+_ASKING = ("--help", "--version")
+
 # What Ctrl-C leaves of a verb's work.
 _KEPT = {
     "train": ": --resume goes on from the last checkpoint, where there is one",
@@ -96,11 +98,19 @@ def _run(verb: str, arguments: list[str]) -> int:
     if verb in ("-V", "--version"):
         return _version()
     if verb not in VERBS:
-        known = (*VERBS, "--help", "--version") if verb.startswith("-") else VERBS
-        raise UserError(f"there is no verb {verb!r}: {nearest(verb, known)}")
+        raise UserError(f"there is no verb {verb!r}: {_meant(verb)}")
     with _keeping_stop_requests(verb):
         status: int = import_module(f"megabatch.verbs.{verb}").run(arguments)
     return status
+
+
+def _meant(verb: str) -> str:
+    """The way out of a verb that there is not."""
+    if verb in import_module("megabatch.recipes").RECIPES:
+        return f"{verb} is a recipe, megabatch train {verb} trains it"
+    if f"--{verb}" in _ASKING:
+        return f"did you mean --{verb}?"
+    return nearest(verb.lower(), (*VERBS, *_ASKING) if verb.startswith("-") else VERBS)
 
 
 def _keeping_stop_requests(verb: str) -> AbstractContextManager[None]:

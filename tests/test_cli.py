@@ -264,7 +264,11 @@ def mistaken(result, says):
     ("arguments", "says"),
     [
         (["trian"], "did you mean train?"),
+        (["TRAIN"], "did you mean train?"),
+        (["digits"], "digits is a recipe, megabatch train digits trains it"),
+        (["help"], "did you mean --help?"),
         (["train"], "train needs a recipe"),
+        (["train", "--epochs", "3", "digits"], "digits comes first, flags follow: megabatch train"),
         (["train", "digit"], "did you mean digits?"),
         (["train", "digits", "--batc", "32"], "did you mean --batch?"),
         (["train", "digits", "--nonsense"], "--nonsense"),
@@ -505,6 +509,13 @@ def test_a_second_run_does_not_overwrite_the_first(finished):
     before = (out / "summary.json").read_bytes()
     mistaken(megabatch("train", "digits", *QUICK, "--out", out, "--workers", 1), "--resume")
     assert (out / "summary.json").read_bytes() == before
+
+
+def test_a_run_that_is_not_there_to_go_on_with_is_told_to_begin(tmp_path):
+    line = ["train", "digits", *QUICK, "--workers", 1, "--out", tmp_path / "slip", "--resume"]
+    told = f"there is no run in {tmp_path / 'slip'} to go on with: it begins there"
+    assert told in megabatch(*line).stderr
+    assert told not in megabatch(*line).stderr
 
 
 def test_help_answers_without_torch():

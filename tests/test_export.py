@@ -241,6 +241,7 @@ def test_mistakes_are_one_sentence(runs, tmp_path):
         (["export", runs / "digits", "--to", "coreml"], "there are safetensors, torchvision, onnx"),
         (["predict", runs / "digits"], "predict needs an image"),
         (["predict", runs / "digits", "none.png"], "there is no image file none.png"),
+        (["predict", runs / "digits", empty], "is a folder: name image files"),
     ):
         result = megabatch(*arguments, cwd=tmp_path)
         assert result.returncode == 2 and sentence in result.stderr, (arguments, result.stderr)

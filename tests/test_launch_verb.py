@@ -118,6 +118,8 @@ def test_images_that_are_named_from_here_must_be_here(tmp_path, monkeypatch, cap
     [
         ([], "needs one of --slurm and --hosts"),
         (["--slurm", "--hosts", "a", *RUN], "needs one of --slurm and --hosts"),
+        ([*RUN, "--slurm"], "launch's own flags, as --slurm, come before train"),
+        (["--nodes", "2", *RUN, "--hosts=a,b"], "own flags, as --hosts=a,b, come before train"),
         (["--slurm"], "needs the run's line at its end"),
         (["--slurm", "evaluate", "runs/a"], "launch starts train or study, not evaluate"),
         (["--slurm", "study", "digits"], "study needs batches"),

@@ -124,6 +124,11 @@ def test_what_is_no_logger_is_refused(logger, says):
         train(CONFIG, quiet=True, loggers=[logger])
 
 
+def test_one_logger_without_a_list_is_refused():
+    with pytest.raises(UserError, match=r"^loggers is a Notes: give a list, loggers=\[...\]$"):
+        train(CONFIG, quiet=True, loggers=Notes())
+
+
 def test_tensorboard_has_sensible_names(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

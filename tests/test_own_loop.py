@@ -117,6 +117,10 @@ def test_mistakes_are_one_sentence():
         mb.Loader(PAIR, batch=10, cluster=worker(0, 4))
     with pytest.raises(UserError, match="seen is 5, not a multiple of the batch, 16"):
         mb.Loader(PAIR, batch=16, cluster=worker(), seen=5)
+    with pytest.raises(UserError, match="the loader has no images: name a folder or a pack"):
+        mb.Loader(None, batch=16, cluster=worker())
+    with pytest.raises(UserError, match=r"dtype is 'float32': give torch's own, torch\.float32"):
+        mb.Loader(PAIR, batch=16, cluster=worker(), dtype="float32")
     with pytest.raises(UserError, match="/nowhere"):
         mb.Loader("/nowhere", batch=16, cluster=worker())
     with mb.Loader(PAIR, batch=16, cluster=worker()) as loader:

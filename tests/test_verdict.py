@@ -259,7 +259,7 @@ def test_a_run_of_few_steps_is_warned_of():
         "warning: 6 steps in all are few to learn in, for 159 training images, and a batch of 256 "
         "is all of them: use a smaller --batch, or more --epochs"
     )
-    assert "1 step in all" in few_steps([64], 159, 1)
+    assert "1 step in all is few to learn in" in few_steps([64], 159, 1)
 
 
 def test_a_rate_that_no_net_bears_is_warned_of():

@@ -53,6 +53,8 @@ class Loader:
         """`augment`: random crops of 8 to 100 % and mirrored halves, where the source is a path;
         `seen`: begin after so many images, as saved from another loader of the same batch; every
         worker of the cluster makes one."""
+        if not isinstance(dtype, torch.dtype):
+            raise UserError(f"dtype is {dtype!r}: give torch's own, torch.float32 say")
         cluster = cluster or Cluster.from_env()
         settings, own = _settings(source, size, channels, augment)
         check_setting(Config, "batch", batch)
@@ -146,6 +148,8 @@ def _settings(source: Any, size: int, channels: int, augment: bool) -> tuple[Dat
     """What the images are and how they are seen, and a caller's own set of them, if it is one."""
     if isinstance(source, Data):
         return source, None
+    if source is None:
+        raise UserError("the loader has no images: name a folder or a pack, or give a data set")
     plain = Data(size=size, channels=channels)
     if not isinstance(source, str | os.PathLike):
         return replace(plain, source="own"), source

@@ -47,7 +47,8 @@ def check_place(path: Path, config: Config, resume: bool) -> None:
         return
     if not resume:
         raise UserError(
-            f"{path} holds a run already: add --resume to go on with it, or name another --out"
+            f"{path} holds a run already: add --resume to go on with it (from Python, "
+            f"resume=True), or name another --out"
         )
     try:
         before = Config.read(written)

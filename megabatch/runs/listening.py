@@ -191,6 +191,8 @@ class Theirs:
 
 def check_loggers(loggers: Iterable[Any]) -> None:
     """Refuse what is no logger before anything is begun."""
+    if not isinstance(loggers, Iterable):
+        raise UserError(f"loggers is a {type(loggers).__name__}: give a list, loggers=[...]")
     for one in loggers:
         if isinstance(one, type):
             raise UserError(f"the logger {one.__name__} is a class: give {one.__name__}()")

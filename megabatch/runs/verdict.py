@@ -302,9 +302,10 @@ def few_steps(batches: Sequence[int], images: int, steps: int) -> str | None:
     if steps >= _FEW_STEPS:
         return None
     largest = f", and a batch of {max(batches):,} is all of them" if max(batches) > images else ""
+    few = "1 step in all is" if steps == 1 else f"{steps} steps in all are"
     return (
-        f"warning: {steps} step{'s' * (steps != 1)} in all are few to learn in, for {images:,} "
-        f"training images{largest}: use a smaller --batch, or more --epochs"
+        f"warning: {few} few to learn in, for {images:,} training images{largest}: use a smaller "
+        f"--batch, or more --epochs"
     )
 
 

@@ -66,7 +66,7 @@ def run(arguments: list[str]) -> int:
     if at == len(arguments) and (recipe := next((w for w in ours if w in recipes.RECIPES), None)):
         raise UserError(f"launch wants the run's whole line: megabatch launch ... train {recipe}")
     flags = parse(LaunchFlags, "launch", ours, usage="train|study RECIPE ...")
-    _check(flags)
+    _check(flags, arguments[at:])
     line, name = _line(arguments[at:], flags.cpu)
     script = _for_slurm(flags, line, name) if flags.slurm else _over_ssh(flags, line)
     if not flags.script:
@@ -118,7 +118,10 @@ def _check_images(data: Data) -> None:
         say(f"megabatch: {data.path} is not here: the nodes must have it", progress=True)
 
 
-def _check(flags: LaunchFlags) -> None:
+def _check(flags: LaunchFlags, line: list[str]) -> None:
+    late = next((word for word in line if word.split("=")[0] in ("--slurm", "--hosts")), None)
+    if late is not None:
+        raise UserError(f"launch's own flags, as {late}, come before {line[0]}")
     if flags.slurm == bool(flags.hosts):
         raise UserError("launch needs one of --slurm and --hosts HOST,HOST,...")
     for name, value, most in (

@@ -42,6 +42,8 @@ def run(arguments: list[str]) -> int:
     if flags.top < 1:
         raise UserError(f"--top is {flags.top}; name at least 1 class")
     for name in flags.images:
+        if Path(name).is_dir():
+            raise UserError(f"{name} is a folder: name image files")
         if not Path(name).is_file():
             raise UserError(f"there is no image file {name}: name image files")
     check_run(Path(flags.run))

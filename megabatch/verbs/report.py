@@ -73,7 +73,7 @@ def _study(folder: Path, out: Path, as_json: bool) -> int:
     written = study_page(study).encode(errors="replace")
     write_out(out, written)
     runs = sum(len(cell.runs) for cell in study.cells)
-    say(f"{out}: a study of {runs} runs, {len(written) / 1e3:,.0f} kB")
+    say(f"{out}: a study of {runs} run{'s' * (runs != 1)}, {len(written) / 1e3:,.0f} kB")
     if as_json:
         rows = list(study.rows())
         print(json.dumps({"out": str(out), "nbytes": len(written), "rows": rows}), flush=True)

@@ -33,6 +33,8 @@ def recipe_named(verb: str, arguments: list[str], also: str) -> str | None:
         return arguments[0]
     if ASKED & {*arguments}:
         return None
+    if late := next((word for word in arguments if word in recipes.RECIPES), None):
+        raise UserError(f"{late} comes first, flags follow: megabatch {verb} {late} ...")
     raise UserError(f"{verb} needs a recipe: one of {', '.join(recipes.RECIPES)}, {also}")
 
 

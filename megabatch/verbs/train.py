@@ -19,6 +19,7 @@ from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
 from megabatch.errors import DONE, STOPPED, UserError
 from megabatch.place import place_by, under_launcher
+from megabatch.runs.record import is_run
 from megabatch.verbs.before import check_beginnings, check_folder, check_workers_here
 from megabatch.verbs.brief import show_brief
 from megabatch.verbs.examples import show_examples
@@ -100,6 +101,8 @@ def run(arguments: list[str]) -> int:
         check_workers_here(config, counts, launch.device, launch.grid)
         check_beginnings(config)
         check_folder(config, Path(out), launch.resume)
+        if launch.resume and not is_run(Path(out)):  # a slip in its name would begin another
+            say(f"there is no run in {out} to go on with: it begins there", progress=True)
     first, summary = on_workers(
         workers[0] if workers else None,
         launch.device,
@@ -201,7 +204,7 @@ def _say(summary: dict[str, Any]) -> None:
             f"five {summary['median_top1']:.2%})"
         )
     say_result(
-        f"{how}: {found}, {summary['steps']:,} steps, "
+        f"{how}: {found}, {summary['steps']:,} step{'s' * (summary['steps'] != 1)}, "
         f"{summary['seen']:,} images in {summary['seconds']:.1f} s "
         f"({summary['images_per_second']:,.0f} images/s) "
         f"on {summary['world']} worker{'s' if summary['world'] > 1 else ''}; {summary['out']}"
