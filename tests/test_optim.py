@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from megabatch.errors import UserError
 from megabatch.optim import LAMB, LARS, Muon, parameter_groups
 
 SHAPES = [(64, 32), (16, 3, 3, 3), (257,), (12, 1)]
@@ -370,6 +371,11 @@ def test_groups_cover_the_model_by_type_and_dimension():
     assert adapted == {"weight_decay": 5e-5, "adapt": True, "share": 1.0}
     assert plain == {"weight_decay": 0.0, "adapt": False, "share": 0.1}
     assert isinstance(model.layer.weight, nn.Parameter) and model.layer.weight.ndim == 2
+
+
+def test_groups_are_made_of_a_module_not_of_its_parameters():
+    with pytest.raises(UserError, match="was given a generator: give the module itself"):
+        parameter_groups(nn.Linear(2, 2).parameters(), weight_decay=0.1)
 
 
 def test_empty_groups_are_left_out():

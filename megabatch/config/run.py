@@ -52,6 +52,9 @@ _STAGE = (
 
 @dataclass(frozen=True)
 class Config:
+    """Every setting of a run. One is not set but replaced: `dataclasses.replace(config, seed=1)`
+    is another config, `config.resized(epochs=30, batch=1024)` a whole recipe cut to size."""
+
     name: str = setting("custom")
     """what the run is called"""
     model: str = setting("small")

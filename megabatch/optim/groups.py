@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from megabatch.errors import UserError
+
 Group = dict[str, Any]
 
 # _NormBase is the parent of every batch norm and instance norm.
@@ -27,6 +29,11 @@ def parameter_groups(
     dimensions; it learns at `share` of the rate, and decays only if `decay_all`. Frozen parameters
     and empty groups are left out.
     """
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            f"parameter_groups goes by the types of layers, but was given a "
+            f"{type(module).__name__}: give the module itself, not its parameters()"
+        )
     trainable = [p for p in module.parameters() if p.requires_grad]
     # An embedding that is also a layer's weight multiplies.
     multiplying = {
