@@ -51,7 +51,8 @@ def run(arguments: list[str]) -> int:
     write_out(out, written)
     bad = sum(record.bad_lines for record in records)
     if bad:
-        say(f"megabatch: {bad:,} lines of metrics could not be read", progress=True)
+        lines = f"{bad:,} line{'s' * (bad != 1)}"
+        say(f"megabatch: {lines} of metrics could not be read", progress=True)
     say(f"{out}: {len(records)} run{'s' * (len(records) > 1)}, {len(written) / 1e3:,.0f} kB")
     if flags.json:
         result = {
