@@ -221,6 +221,8 @@ class Heartbeat:
             return None
         silent, progress = self._listen()
         closed = [rank for rank in progress if progress[rank].phase == _CLOSED]
+        if closed and self._link is not None and waited < self._late:
+            return None  # it knows of a loss before this rank does: the supervisor will tell
         if closed:
             step = progress[closed[0]].step
             return self.accuse(f"rank {closed[0]} closed its end at step {step}, others go on")

@@ -200,7 +200,8 @@ def test_a_supervisor_that_was_stopped_itself_replaces_who_was_lost_meanwhile(
         said, words = training.communicate(timeout=WAIT_SECONDS)
     assert training.returncode == 0, words
     assert (result(said)["weights_sha256"], dying.steps_of(out)) == alone(3)
-    assert words.count("silent for") == 1 and words.count(", replaced") == 2
+    # It blames nobody for its own pause; a worker may have named the dead one meanwhile.
+    assert (words.count("is silent for"), words.count(", replaced")) == (1, 2), words
     assert gone(workers)
 
 
