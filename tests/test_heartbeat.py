@@ -171,6 +171,43 @@ def test_an_error_that_comes_before_its_sum_is_watched_is_explained_too():
         assert said.startswith("rank 0 says so; ")
 
 
+class Told:
+    """A supervisor's word, given when the test says so."""
+
+    @contextmanager
+    def telling(self, call):
+        self.lost = call
+        yield
+
+
+def left_by_another(cluster, supervised):
+    """How a sum of the first worker's ends when the other has closed its end."""
+    link = Told() if supervised else None
+    heartbeat.supervised = lambda: link
+    heartbeat._LEAVING_SECONDS = 10 * PATIENCE_SECONDS  # time to tell
+    store = Meeting(cluster, "a test").keys("heartbeat")
+    watching = Heartbeat(cluster, store, silent_seconds=1)
+    if cluster.rank == 1:
+        watching.close()
+        return None
+    reduction, began = Reduction(1), time.monotonic()
+    watching.expect(reduction)
+    if supervised:  # longer than it takes to accuse somebody
+        until(lambda: time.monotonic() - began > 3)
+        assert not reduction.over.is_set()
+        link.lost()
+    with pytest.raises(RuntimeError) as failed:
+        reduction.wait()
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_who_left_because_of_a_loss_is_not_accused_before_the_supervisor_has_told_of_it(supervised):
+    said, _ = run_ranks(left_by_another, 2, supervised)
+    wanted = "another rank was lost" if supervised else "rank 1 closed its end at step 0, others go"
+    assert said.startswith(wanted)
+
+
 def compared(cluster):
     meeting = Meeting(cluster, "a test")
     meeting.compare("same", "bucket 0 has 8 floats")
