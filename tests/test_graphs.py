@@ -3,6 +3,7 @@
 Without a GPU on as much of one as a capture needs (fake_gpu.py).
 """
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -290,27 +291,39 @@ def test_how_many_passes_run_side_by_side():
 # --- on a GPU -----------------------------------------------------------------------------------
 
 
-def on(device, micro):
-    tensors = (t.to(device) for t in (micro.images, micro.labels, micro.positions))
+GPU = Cluster(0, 1, 0, 1, torch.device("cuda"), (1, 1))
+
+
+def on_gpu(micro):
+    tensors = (t.to(GPU.device) for t in (micro.images, micro.labels, micro.positions))
     return MicroBatch(*tensors, micro.first)
+
+
+@contextmanager
+def by_kernels(config, ways):
+    """The net and the parts of a run by kernels of our own, so many passes side by side (None: not
+    captured)."""
+    torch.manual_seed(0)
+    with prepared(config, GPU, 10) as net, assemble(config, GPU, net) as parts:
+        if not isinstance(parts.run, FusedPass):
+            pytest.skip("needs a GPU that the kernels were cut for")
+        yield net, replace(parts, graph=ways and CapturedPass(parts.run, net, ways))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("model", [Drops, Draws, Waits])
 def test_a_net_of_somebody_elses_gives_the_same_bits_captured(model, capsys):
-    gpu = torch.device("cuda")
-    alone = Cluster(0, 1, 0, 1, gpu, (1, 1))
     found = []
     for graphs in ("never", "always"):
         config = replace(CONFIG, compile="never", graphs=graphs)
         torch.manual_seed(0)
         with (
-            prepared(config, alone, 10, model()) as net,
-            assemble(config, alone, net, own=True) as parts,
+            prepared(config, GPU, 10, model()) as net,
+            assemble(config, GPU, net, own=True) as parts,
         ):
             for batch in (8, 16, 8):
-                there = [on(gpu, micro) for micro in micro_batches(batch)]
+                there = [on_gpu(micro) for micro in micro_batches(batch)]
                 train_step(parts, there, batch, lr=0.1, momentum=0.9)
         found.append(list(net.state_dict().values()))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -322,17 +335,15 @@ def test_a_net_of_somebody_elses_gives_the_same_bits_captured(model, capsys):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_after_a_capture_that_failed_memory_of_two_streams_is_given_back(capsys):
     """As the loader's images are, made on one and read on the other."""
-    gpu = torch.device("cuda")
-    alone = Cluster(0, 1, 0, 1, gpu, (1, 1))
     config = replace(CONFIG, compile="never", graphs="always")
-    with prepared(config, alone, 10, Waits()) as net, assemble(config, alone, net, True) as parts:
-        there = [on(gpu, micro) for micro in micro_batches(8)]
+    with prepared(config, GPU, 10, Waits()) as net, assemble(config, GPU, net, True) as parts:
+        there = [on_gpu(micro) for micro in micro_batches(8)]
         train_step(parts, there, 8, lr=0.1, momentum=0.9)
         assert parts.graph.refused and "cannot be replayed" in capsys.readouterr().err
         side, reserved = torch.cuda.Stream(), []
         for _ in range(8):
             with torch.cuda.stream(side):
-                images = torch.empty(64 << 20, dtype=torch.uint8, device=gpu)
+                images = torch.empty(64 << 20, dtype=torch.uint8, device=GPU.device)
             images.record_stream(torch.cuda.current_stream())
             del images
             torch.cuda.synchronize()
@@ -343,24 +354,17 @@ def test_after_a_capture_that_failed_memory_of_two_streams_is_given_back(capsys)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_passes_side_by_side_have_the_bits_of_one_after_another():
-    gpu = torch.device("cuda")
-    alone = Cluster(0, 1, 0, 1, gpu, (1, 1))
     data = Data(size=32, channels=3, classes=10)
     config = Config(
         model="resnet50", batch=64, micro=16, span=8, precision="bf16", graphs="never", data=data
     )
     draw = torch.Generator().manual_seed(0)
-    images = torch.randn(6 * 16, 3, 32, 32, generator=draw).to(gpu)
-    labels = torch.randint(10, (6 * 16,), generator=draw).to(gpu)
-    positions = torch.arange(6 * 16, device=gpu)
+    images = torch.randn(6 * 16, 3, 32, 32, generator=draw).to(GPU.device)
+    labels = torch.randint(10, (6 * 16,), generator=draw).to(GPU.device)
+    positions = torch.arange(6 * 16, device=GPU.device)
     found = []
     for ways in (None, 1, 2, 4):
-        torch.manual_seed(0)
-        with prepared(config, alone, 10) as net, assemble(config, alone, net) as parts:
-            if not isinstance(parts.run, FusedPass):
-                pytest.skip("needs a GPU that the kernels were cut for")
-            if ways:
-                parts = replace(parts, graph=CapturedPass(parts.run, net, ways))
+        with by_kernels(config, ways) as (net, parts):
             for count in (4, 6, 4):
                 micros = (
                     MicroBatch(images[part], labels[part], positions[part], part.start)
@@ -379,8 +383,6 @@ def test_passes_side_by_side_have_the_bits_of_one_after_another():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_fewer_passes_lie_in_the_memory_of_more():
     """A step's last ones, captured later: what more they take is far from a pass."""
-    gpu = torch.device("cuda")
-    alone = Cluster(0, 1, 0, 1, gpu, (1, 1))
     data = Data(size=128, channels=3, classes=10)
     config = Config(
         model="resnet18",
@@ -391,14 +393,14 @@ def test_fewer_passes_lie_in_the_memory_of_more():
         graphs="never",
         data=data,
     )
-    images = torch.randn(256, 3, 128, 128, device=gpu).to(memory_format=torch.channels_last)
+    images = torch.randn(256, 3, 128, 128, device=GPU.device).to(memory_format=torch.channels_last)
     there = MicroBatch(
-        images, torch.zeros(256, dtype=torch.long, device=gpu), torch.arange(256, device=gpu), 0
+        images,
+        torch.zeros(256, dtype=torch.long, device=GPU.device),
+        torch.arange(256, device=GPU.device),
+        0,
     )
-    with prepared(config, alone, 10) as net, assemble(config, alone, net) as parts:
-        if not isinstance(parts.run, FusedPass):
-            pytest.skip("needs a GPU that the kernels were cut for")
-        parts = replace(parts, graph=CapturedPass(parts.run, net, 4))
+    with by_kernels(config, 4) as (_, parts):
         reserved = []
         for count in (1, 4, 3):
             train_step(parts, [there] * count, 256 * count, lr=0.1, momentum=0.9)
