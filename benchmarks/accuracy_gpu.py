@@ -10,6 +10,7 @@ Runs that the file has are kept.
 import argparse
 import json
 import statistics
+import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,8 @@ def without_kernels():
 def trained(config, seed, way):
     with nullcontext() if way == "kernels" else without_kernels():
         summary = mb.train(replace(config, seed=seed, compile="always"), quiet=True)
+    if summary.ended != "finished":
+        sys.exit("a run was stopped: the same command takes it again")
     return {
         "way": way,
         "seed": seed,

@@ -1,4 +1,5 @@
-"""NCCL for real on one GPU: every plan exact, and communication seen under backward in a profile.
+"""NCCL for real on one GPU: every plan exact, and communication seen under backward in a profile;
+a deterministic run ends with one hash, twice by one rank and by several.
 
     python benchmarks/nccl_one_gpu.py --ranks 2 4 --out results/nccl
 
@@ -14,11 +15,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -38,10 +40,16 @@ from megabatch.sync.execute import Pipeline
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 7, 1009, 300_007)
+RUN = (
+    "train mlperf --deterministic --model resnet50 --precision bf16 --batch 256 --micro 32 "
+    "--span 32 --data.source synthetic --data.size 64 --data.images 4137 --data.val-share 0.01 "
+    "--epochs 1 --lr.warmup 0 --eval-every 0 --save-every 0 --json"
+)
 
 
-def launch(ranks: int, out: Path, port: int) -> int:
-    """Start the ranks, each as a host of its own; the first status that is not 0, or 0."""
+def launch(ranks: int, port: int, words: list[str], stdout: IO[str] | None = None) -> int:
+    """Start the ranks, each as a host of its own; the first status that is not 0, or 0. With
+    `stdout`, what the first of them prints goes there, and that of the others nowhere."""
     processes = []
     for rank in range(ranks):
         environment = os.environ | {
@@ -59,8 +67,8 @@ def launch(ranks: int, out: Path, port: int) -> int:
             # Kernels of all ranks must fit on the one GPU together.
             "NCCL_MAX_NCHANNELS": "2",
         }
-        command = [sys.executable, __file__, "--worker", "--out", str(out)]
-        processes.append(subprocess.Popen(command, env=environment))
+        to = stdout if rank == 0 or stdout is None else subprocess.DEVNULL
+        processes.append(subprocess.Popen([sys.executable, *words], env=environment, stdout=to))
     try:
         while any(process.poll() is None for process in processes):
             if any(process.poll() for process in processes):
@@ -72,6 +80,20 @@ def launch(ranks: int, out: Path, port: int) -> int:
             if process.poll() is None:
                 process.kill()
             process.wait()
+
+
+def hashes(ranks: list[int], port: int) -> dict[str, Any]:
+    """Of the weights that a deterministic run ends with, for each number of ranks."""
+    found = []
+    for index, count in enumerate(ranks):
+        with tempfile.TemporaryDirectory() as folder, (Path(folder) / "printed").open("w+") as out:
+            words = ["-m", "megabatch.cli", *RUN.split(), "--out", f"{folder}/run"]
+            if launch(count, port + index, words, out):
+                raise SystemExit(f"the deterministic run failed on {count} ranks")
+            out.seek(0)
+            summary = json.loads(out.read().splitlines()[-1])
+        found.append({"ranks": count, "weights_sha256": summary["weights_sha256"]})
+    return {"command": f"megabatch {RUN}", "runs": found}
 
 
 def work(out: Path) -> None:
@@ -201,10 +223,13 @@ def main() -> int:
         work(flags.out)
         return 0
     for index, ranks in enumerate(flags.ranks):
-        status = launch(ranks, flags.out, 29600 + index)
-        if status:
+        words = [__file__, "--worker", "--out", str(flags.out)]
+        if status := launch(ranks, 29600 + index, words):
             return status
-    return 0
+    found = hashes([1, 1, *flags.ranks], 29700)
+    (flags.out / "nccl-one-hash.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    return len({run["weights_sha256"] for run in found["runs"]}) > 1
 
 
 if __name__ == "__main__":

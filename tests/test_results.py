@@ -64,6 +64,20 @@ def test_what_a_killed_worker_costs(name):
     assert f"{seconds['most']:.1f} s" in told or f"{seconds['most']:.0f} s" in told
 
 
+def test_what_watching_a_run_costs():
+    told, found = page("docs/chaos.md"), result("faults/guards-gpu.json")
+    watched, unwatched = (found["ms"][way] for way in ("watched", "unwatched"))
+    assert f"{watched:.2f} ms a step and {unwatched:.2f}" in told.replace("\n", " ")
+    assert f"{found['share_of_a_step']:.2%} of a step".replace("%", " %") in told
+    assert found["share_of_a_step"] < 0.01
+
+
+def test_one_hash_on_one_gpu():
+    runs = result("gpu/nccl-one-hash.json")["runs"]
+    assert [run["ranks"] for run in runs] == [1, 1, 2]
+    assert len({run["weights_sha256"] for run in runs}) == 1
+
+
 def test_the_papers_tables():
     told = page("results/papers/README.md")
     for name in ("ablation", "scaling"):
