@@ -3,7 +3,7 @@
 Each case is the command as a user types it, in a process of its own; images/s are those of its
 metrics.jsonl after the first steps, and what came before the first step is start-up.
 
-    python benchmarks/train_gpu.py [CASE ...] [--pack FILE] [--json FILE]
+    python benchmarks/train_gpu.py [CASE ...] [--pack FILE] [--tiny FILE] [--json FILE]
 """
 
 import argparse
@@ -22,6 +22,7 @@ from machine import on_gpu
 # flags of each case, and how many steps it takes
 LARGE = "--batch 1024 --micro 1024 --span 1024 --precision bf16 --data.size 224"
 SMALL = "--data.size 64 --precision bf16"
+MUON = "--optimizer.name muon --optimizer.no-momentum-correction"
 CASES = {
     "1024": (f"{LARGE}", 80),
     "pack": (f"{LARGE}", 80),
@@ -30,10 +31,15 @@ CASES = {
     "jia256": (f"{LARGE} --precision fp16 --half-weights --loss-scale 256", 80),
     "micro256": (f"{LARGE} --micro 256 --span 256", 80),
     "64": (f"{SMALL} --batch 4096 --micro 1024 --span 256", 120),
+    "64span64": (f"{SMALL} --batch 4096 --micro 1024 --span 64", 120),
+    "64muon": (f"{SMALL} --batch 4096 --micro 1024 --span 64 {MUON}", 120),
+    "64pack": (f"{SMALL} --batch 4096 --micro 1024 --span 64", 120),
     "64small": (f"{SMALL} --batch 256 --micro 256 --span 256", 600),
     "alexnet": (f"{LARGE} --model alexnet_bn --data.size 227", 80),
     "saves": (f"{LARGE} --save-every 5", 220),
 }
+PACKS = {"pack": 2048, "64pack": 100_000}
+"""images of the packs that cases read: of ImageNet's at 256 px, and Tiny ImageNet"""
 FIRST = 20
 """steps that are not counted"""
 FIRST_WORDS = "first step:"
@@ -46,7 +52,7 @@ def command(case, pack, out):
     flags, steps = CASES[case]
     words = flags.split()
     batch = int(words[words.index("--batch") + 1])
-    images = 2048 if pack else 8 * max(batch, 1024)
+    images = PACKS[case] if pack else 8 * max(batch, 1024)
     data = (
         ["--data.path", str(pack)]
         if pack
@@ -114,13 +120,15 @@ def main():
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
     flags.add_argument("--pack", type=Path, help="of images of 256 px: for the case of that name")
+    flags.add_argument("--tiny", type=Path, help="Tiny ImageNet's pack: for 64pack")
     flags.add_argument("--json", type=Path)
     arguments = flags.parse_args()
+    packs = {"pack": arguments.pack, "64pack": arguments.tiny}
     found = {**on_gpu(), "rows": []}
     for case in arguments.cases:
-        if case == "pack" and arguments.pack is None:
+        if case in packs and packs[case] is None:
             continue
-        row = {"case": case, **measured(case, arguments.pack if case == "pack" else None)}
+        row = {"case": case, **measured(case, packs.get(case))}
         found["rows"].append(row)
         print({k: v for k, v in row.items() if k != "command"}, flush=True)
         if arguments.json:  # as it comes: a machine may be taken back

@@ -160,6 +160,7 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
         settings.weight_decay,
         share=settings.unadapted_rate,
         decay_all=settings.decay_all,
+        adapt_head=settings.adapt_head,
     )
     with contextlib.ExitStack() as failing:
         masters = Masters(net, config)

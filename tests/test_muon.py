@@ -7,7 +7,7 @@ from torch import nn
 
 from megabatch.config import Config, Data, LearningRate, OptimizerConfig
 from megabatch.errors import UserError
-from megabatch.optim import Muon
+from megabatch.optim import Muon, parameter_groups
 from megabatch.optim.muon import orthogonal
 
 
@@ -144,6 +144,27 @@ def test_what_does_not_adapt_decays_too_where_it_is_told_to():
     bias.grad = torch.zeros(3)
     Muon([{"params": [bias], "adapt": False}], lr=0.5, trust=0.1, weight_decay=0.2).step()
     torch.testing.assert_close(bias.detach(), torch.full((3,), 1 - 0.5 * 0.2))
+
+
+@pytest.mark.parametrize("adapt_head", [True, False])
+def test_a_head_that_adapts_grows_without_end(adapt_head):
+    """Steps that are shares of a weight make it longer at every turn; behind batch norm that
+    changes nothing, but logits have no batch norm behind them."""
+    draw = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU())
+    net.append(nn.Linear(16, 4))
+    groups = parameter_groups(net, 5e-4, share=0.001, adapt_head=adapt_head)
+    optimizer = Muon(groups, lr=96.0, trust=0.001)
+    layer, head = net[0].weight, net[3].weight
+    began = layer.norm().item(), head.norm().item()
+    for _ in range(100):
+        images = torch.randn(64, 20, generator=draw)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(images), (images[:, 0] > 0).long()).backward()
+        optimizer.step()
+    assert layer.norm().item() > 20 * began[0]
+    assert (head.norm().item() > 20 * began[1]) is adapt_head
 
 
 def config(**optimizer):

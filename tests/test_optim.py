@@ -373,6 +373,20 @@ def test_groups_cover_the_model_by_type_and_dimension():
     assert isinstance(model.layer.weight, nn.Parameter) and model.layer.weight.ndim == 2
 
 
+def test_the_last_layer_may_be_kept_from_adapting():
+    """It decays as it did; those before it adapt."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 6))
+    adapted, head, plain = parameter_groups(net, 5e-5, share=0.1, adapt_head=False)
+    assert adapted["params"] == [net[0].weight, net[1].weight] and adapted["adapt"]
+    assert head == {"params": [net[3].weight], "weight_decay": 5e-5, "adapt": False, "share": 0.1}
+    assert plain["params"] == [net[0].bias, net[1].bias, net[3].bias]
+    by_convolution = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Conv2d(3, 4, 1, bias=False))
+    _, head = parameter_groups(by_convolution, 0.1, adapt_head=False)
+    assert head["params"] == [by_convolution[1].weight]
+    without = nn.BatchNorm2d(4)
+    assert parameter_groups(without, 0.1, adapt_head=False) == parameter_groups(without, 0.1)
+
+
 def test_groups_are_made_of_a_module_not_of_its_parameters():
     with pytest.raises(UserError, match="was given a generator: give the module itself"):
         parameter_groups(nn.Linear(2, 2).parameters(), weight_decay=0.1)

@@ -245,6 +245,8 @@ class OptimizerConfig:
     """paper form: scale the buffer when the rate moves, as Goyal asks"""
     unadapted_rate: float = setting(1.0, least=0, most=1e3)
     """rate of biases and batch norm, which do not adapt, as a multiple of the others'"""
+    adapt_head: bool = setting(True)
+    """the last layer adapts as the others do (no: it takes SGD's step, at unadapted_rate)"""
 
     def __post_init__(self) -> None:
         self.check()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megabatch.errors import UserError
 
@@ -15,19 +15,27 @@ Group = dict[str, Any]
 # _NormBase is the parent of every batch norm and instance norm.
 NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_CONVOLUTION = nn.modules.conv._ConvNd
 # Their weights multiply what comes in, whatever shape they have.
-_MULTIPLYING = (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention)
+_MULTIPLYING = (_CONVOLUTION, nn.Linear, nn.Bilinear, nn.MultiheadAttention)
 
 
 def parameter_groups(
-    module: nn.Module, weight_decay: float, *, share: float = 1.0, decay_all: bool = False
+    module: nn.Module,
+    weight_decay: float,
+    *,
+    share: float = 1.0,
+    decay_all: bool = False,
+    adapt_head: bool = True,
 ) -> list[Group]:
     """One group of weights that decay and adapt, one of all the rest, which does neither.
 
     The rest is what normalises, what is looked up or added (embeddings, tokens, positions), what
     the module itself declares by timm's `no_weight_decay()`, and what has fewer than two
-    dimensions; it learns at `share` of the rate, and decays only if `decay_all`. Frozen parameters
-    and empty groups are left out.
+    dimensions; it learns at `share` of the rate, and decays only if `decay_all`. Without
+    `adapt_head` the weight of the last layer, which gives the classes, is a group of its own: it
+    decays and does not adapt, and learns at `share` of the rate. Frozen parameters and empty groups
+    are left out.
     """
     if not isinstance(module, nn.Module):
         raise UserError(
@@ -41,13 +49,16 @@ def parameter_groups(
     }
     apart = {p for m in module.modules() for p in _apart(m)} - multiplying
     apart |= {p for m in module.modules() for p in _declared(m)}
+    last = None if adapt_head else _head(module)
     adapted: list[nn.Parameter] = []
+    head: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for p in trainable:
-        (plain if p.ndim < 2 or p in apart else adapted).append(p)
-    assert len(adapted) + len(plain) == len(trainable) == len({*adapted, *plain})
+        (plain if p.ndim < 2 or p in apart else head if p is last else adapted).append(p)
+    assert len(adapted) + len(head) + len(plain) == len(trainable)
     groups: list[Group] = [
         {"params": adapted, "weight_decay": weight_decay, "adapt": True, "share": 1.0},
+        {"params": head, "weight_decay": weight_decay, "adapt": False, "share": share},
         {
             "params": plain,
             "weight_decay": weight_decay if decay_all else 0.0,
@@ -56,6 +67,12 @@ def parameter_groups(
         },
     ]
     return [group for group in groups if group["params"]]
+
+
+def _head(module: nn.Module) -> Tensor | None:
+    """The weight that gives the classes, in nets whose layers stand in the order of their use."""
+    last = [layer for layer in module.modules() if isinstance(layer, (_CONVOLUTION, nn.Linear))]
+    return last[-1].weight if last else None
 
 
 def _apart(layer: nn.Module) -> Iterator[nn.Parameter]:

@@ -30,7 +30,7 @@ class TinyRow(NamedTuple):
 
 # All numbers that were chosen for these images, by the length of the run.
 LONG = (
-    TinyRow(256, 90, "sgd", 0.4, 2, 0.9, 1e-4, 1.0),
+    TinyRow(256, 90, "sgd", 0.2, 2, 0.9, 5e-4, 1.0),
     TinyRow(1024, 90, "lars", 10.0, 5, 0.9, 5e-5, 0.1),
     TinyRow(4096, 90, "muon", 48.0, 5, 0.9, 5e-5, 0.05),
     TinyRow(8192, 90, "muon", 48.0, 5, 0.9, 5e-5, 0.075),
