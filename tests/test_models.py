@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megabatch import models
-from megabatch.models.alexnet import LocalResponseNorm
+from megabatch.models.alexnet import FoldedConv2d, LocalResponseNorm
 from megabatch.models.resnet import BasicBlock, Bottleneck
 from megabatch.models.small import small
 
@@ -340,3 +340,37 @@ def test_local_response_norm_squares_what_fp16_cannot():
     half = LocalResponseNorm()(x.half())
     assert half.dtype == torch.float16
     assert torch.equal(half, LocalResponseNorm()(x).half())
+
+
+@pytest.mark.parametrize(
+    ("channels", "width", "stride", "sides"),
+    [(3, 11, 4, (227, 227)), (1, 11, 4, (27, 30)), (3, 7, 2, (32, 37)), (2, 4, 4, (11, 8))],
+)
+def test_a_folded_convolution_is_the_convolution(channels, width, stride, sides):
+    """To the rounding of float64, its gradients too; where sides are no multiple of the stride, or
+    windows do not reach the edge."""
+    torch.manual_seed(0)
+    layer = FoldedConv2d(channels, 5, width, stride=stride, dtype=torch.float64)
+    images = torch.randn(2, channels, *sides, dtype=torch.float64, requires_grad=True)
+    found = []
+    for run in (nn.Conv2d.forward.__get__(layer), layer.folded):
+        result = run(images)
+        gradient = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view(result.shape)
+        inputs = (images, layer.weight, layer.bias)
+        found.append([result, *torch.autograd.grad(result, inputs, gradient)])
+    for plain, folded in zip(*found, strict=True):
+        torch.testing.assert_close(folded, plain, rtol=1e-10, atol=1e-10)
+    assert torch.equal(layer(images), found[0][0])  # a CPU keeps its bits
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_alexnets_first_convolution_is_folded():
+    torch.manual_seed(0)
+    layer = models.build("alexnet_bn", 10).conv1.cuda()
+    images = torch.randn(4, 3, 227, 227, device="cuda").to(memory_format=torch.channels_last)
+    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+        folded = layer(images)
+        layer.fold = False
+        torch.testing.assert_close(folded, layer(images), rtol=1e-4, atol=1e-4)
+    assert folded.is_contiguous(memory_format=torch.channels_last)

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from megabatch import models
 from megabatch.bench.timing import time_of
 from megabatch.config import Config
+from megabatch.models.alexnet import FoldedConv2d
 from megabatch.precision import autocast
 
 
@@ -64,7 +65,11 @@ def _net(config: Config) -> nn.Module:
         if config.model.startswith("resnet") and hasattr(torchvision.models, config.model):
             made: nn.Module = getattr(torchvision.models, config.model)(num_classes=data.classes)
             return made
-    return models.build(config.model, data.classes, data.channels, data.size)
+    net = models.build(config.model, data.classes, data.channels, data.size)
+    for layer in net.modules():
+        if isinstance(layer, FoldedConv2d):  # which is ours
+            layer.fold = False
+    return net
 
 
 def convolutions_alone(
