@@ -1,23 +1,30 @@
 """Where a step's time goes on one GPU: its kernels by what they take, ours beside the rival's.
 
     python benchmarks/where_gpu.py [CASE ...] [--span N] [--muon] [--no-rival] [--top 25]
+    python benchmarks/where_gpu.py --pack tiny.arrow [--batch 4096] [--optimizer lars]
 
 Cases are step_gpu.py's. A line is a kernel: milliseconds and launches in a step. `busy` is how much
-of a step some kernel runs, `host` what the host takes for its calls.
+of a step some kernel runs, `host` what the host takes for its calls. With a pack of Tiny ImageNet:
+steps of a real run, and what the host did while the GPU had nothing to do.
 """
 
 import argparse
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from step_gpu import CASES, GPU, measured, settings
 from torch.profiler import ProfilerActivity, profile
 
+import megabatch as mb
 from megabatch.bench.rivals import plain_step
 from megabatch.bench.step import one_worker
+from megabatch.study.arms import ARMS
 
 STEPS = 3
+FIRST = 20
+"""steps of a run that are not told"""
 
 
 def told(name, batch, step, top):
@@ -44,11 +51,80 @@ def told(name, batch, step, top):
 
 def busy(spans):
     """Microseconds in which at least one of them lasts."""
-    total, until = 0.0, float("-inf")
+    return sum(end - begin for begin, end in merged(spans))
+
+
+def merged(spans):
+    found = []
     for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
+        if found and begin <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([begin, end])
+    return found
+
+
+class Watch:
+    """A logger that has some steps of a run profiled."""
+
+    def __init__(self):
+        self.profile = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
+        self.steps = 0
+
+    def begin(self, about):
+        pass
+
+    def write(self, kind, record):
+        if kind != "train":
+            return
+        self.steps += 1
+        if self.steps == FIRST:
+            self.profile.start()
+        elif self.steps == FIRST + STEPS:
+            self.profile.stop()
+
+    def end(self, summary):
+        pass
+
+
+def told_of_a_run(pack, batch, optimizer, top):
+    config = mb.recipes.tiny30(batch)
+    if optimizer:
+        config = ARMS[optimizer].change(config)
+    data = replace(config.data, path=pack)
+    config = replace(config, data=data, eval_every=0).resized(epochs=(FIRST + 10) * batch / 1e5)
+    watch = Watch()
+    mb.train(config, quiet=True, loggers=[watch])
+    kernels, calls = [], []
+    for event in watch.profile.events():
+        on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
+        (kernels if on_gpu else calls).append(event)
+    spans = [(event.time_range.start, event.time_range.end) for event in kernels]
+    last = max(end for _, end in spans) - min(begin for begin, _ in spans)
+    print(
+        f"\n{config.optimizer.name} at {batch}: {last / 1e3 / STEPS:.2f} ms a step, "
+        f"busy {busy(spans) / 1e3 / STEPS:.2f}"
+    )
+    names = Counter()
+    for event in kernels:
+        names[event.name] += (event.time_range.end - event.time_range.start) / 1e3 / STEPS
+    for name, ms in names.most_common(top):
+        print(f"  {ms:8.3f}  {name[:110]}")
+    busy_spans = merged(spans)
+    gaps = [
+        (one[1], other[0])
+        for one, other in pairwise(busy_spans)
+        if other[0] - one[1] > 50  # microseconds
+    ]
+    print(f"gaps of more than 0.05 ms: {sum(e - b for b, e in gaps) / 1e3 / STEPS:.2f} ms a step")
+    meanwhile = Counter()
+    for begin, end in gaps:
+        for event in calls:
+            both = min(end, event.time_range.end) - max(begin, event.time_range.start)
+            if both > 0:
+                meanwhile[event.name] += both / 1e3 / STEPS
+    for name, ms in meanwhile.most_common(top):
+        print(f"  {ms:8.3f}  {name[:110]}")
 
 
 def main():
@@ -60,7 +136,13 @@ def main():
     flags.add_argument("--muon", action="store_true")
     flags.add_argument("--no-rival", action="store_true")
     flags.add_argument("--top", type=int, default=25)
+    flags.add_argument("--pack", help="Tiny ImageNet's: steps of a real run instead")
+    flags.add_argument("--batch", type=int, default=4096)
+    flags.add_argument("--optimizer", help="an arm of the study's, lars or sgd")
     arguments = flags.parse_args()
+    if arguments.pack:
+        told_of_a_run(arguments.pack, arguments.batch, arguments.optimizer, arguments.top)
+        return
     torch.backends.cudnn.benchmark = True
     for case in arguments.cases:
         model, size, batch, micro, span, precision, half_weights, beside = CASES[case]
