@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from machine import on_gpu
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -93,7 +94,7 @@ def hashes(ranks: list[int], port: int) -> dict[str, Any]:
             out.seek(0)
             summary = json.loads(out.read().splitlines()[-1])
         found.append({"ranks": count, "weights_sha256": summary["weights_sha256"]})
-    return {"command": f"megabatch {RUN}", "runs": found}
+    return {**on_gpu(), "run": f"megabatch {RUN}", "runs": found}
 
 
 def work(out: Path) -> None:
@@ -229,7 +230,7 @@ def main() -> int:
     found = hashes([1, 1, *flags.ranks], 29700)
     (flags.out / "nccl-one-hash.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
-    return len({run["weights_sha256"] for run in found["runs"]}) > 1
+    return int(len({run["weights_sha256"] for run in found["runs"]}) > 1)
 
 
 if __name__ == "__main__":

@@ -33,30 +33,37 @@ def told(name, batch, step, top):
         for _ in range(STEPS):
             step()
         torch.cuda.synchronize()
-    taken, launches, spans = Counter(), Counter(), []
-    for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            begin, end = event.time_range.start, event.time_range.end
-            taken[event.name] += (end - begin) / 1e3 / STEPS
-            launches[event.name] += 1 / STEPS
-            spans.append((begin, end))
+    kernels = [event for event in trace.events() if on_device(event)]
     print(
-        f"\n{name}: {found['ms']:.2f} ms a step, busy {busy(spans) / 1e3 / STEPS:.2f}, "
-        f"host {found['host_ms']:.2f}, all kernels {sum(taken.values()):.2f} in "
-        f"{sum(launches.values()):.0f} launches"
+        f"\n{name}: {found['ms']:.2f} ms a step, busy {busy(kernels):.2f}, "
+        f"host {found['host_ms']:.2f}"
     )
+    list_kernels(kernels, top)
+
+
+def on_device(event):
+    return event.device_type == torch.autograd.DeviceType.CUDA
+
+
+def list_kernels(kernels, top):
+    taken, launches = Counter(), Counter()
+    for event in kernels:
+        taken[event.name] += (event.time_range.end - event.time_range.start) / 1e3 / STEPS
+        launches[event.name] += 1 / STEPS
+    print(f"all kernels {sum(taken.values()):.2f} ms in {sum(launches.values()):.0f} launches")
     for kernel, ms in taken.most_common(top):
         print(f"  {ms:8.3f} {launches[kernel]:6.1f}  {kernel[:110]}")
 
 
-def busy(spans):
-    """Microseconds in which at least one of them lasts."""
-    return sum(end - begin for begin, end in merged(spans))
+def busy(kernels):
+    """Milliseconds of a step in which at least one of them runs."""
+    return sum(end - begin for begin, end in merged(kernels)) / 1e3 / STEPS
 
 
-def merged(spans):
+def merged(kernels):
+    """When some of them run: [begin, end] in microseconds."""
     found = []
-    for begin, end in sorted(spans):
+    for begin, end in sorted((event.time_range.start, event.time_range.end) for event in kernels):
         if found and begin <= found[-1][1]:
             found[-1][1] = max(found[-1][1], end)
         else:
@@ -95,31 +102,19 @@ def told_of_a_run(pack, batch, optimizer, top):
     config = replace(config, data=data, eval_every=0).resized(epochs=(FIRST + 10) * batch / 1e5)
     watch = Watch()
     mb.train(config, quiet=True, loggers=[watch])
-    kernels, calls = [], []
-    for event in watch.profile.events():
-        on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-        (kernels if on_gpu else calls).append(event)
-    spans = [(event.time_range.start, event.time_range.end) for event in kernels]
-    last = max(end for _, end in spans) - min(begin for begin, _ in spans)
-    print(
-        f"\n{config.optimizer.name} at {batch}: {last / 1e3 / STEPS:.2f} ms a step, "
-        f"busy {busy(spans) / 1e3 / STEPS:.2f}"
-    )
-    names = Counter()
-    for event in kernels:
-        names[event.name] += (event.time_range.end - event.time_range.start) / 1e3 / STEPS
-    for name, ms in names.most_common(top):
-        print(f"  {ms:8.3f}  {name[:110]}")
-    busy_spans = merged(spans)
-    gaps = [
-        (one[1], other[0])
-        for one, other in pairwise(busy_spans)
-        if other[0] - one[1] > 50  # microseconds
-    ]
+    events = watch.profile.events()
+    kernels = [event for event in events if on_device(event)]
+    runs = merged(kernels)
+    took = (runs[-1][1] - runs[0][0]) / 1e3 / STEPS
+    print(f"\n{config.optimizer.name} at {batch}: {took:.2f} ms a step, busy {busy(kernels):.2f}")
+    list_kernels(kernels, top)
+    gaps = [(one[1], other[0]) for one, other in pairwise(runs) if other[0] - one[1] > 50]
     print(f"gaps of more than 0.05 ms: {sum(e - b for b, e in gaps) / 1e3 / STEPS:.2f} ms a step")
     meanwhile = Counter()
     for begin, end in gaps:
-        for event in calls:
+        for event in events:
+            if on_device(event):
+                continue
             both = min(end, event.time_range.end) - max(begin, event.time_range.start)
             if both > 0:
                 meanwhile[event.name] += both / 1e3 / STEPS

@@ -3,7 +3,8 @@
     python scripts/keep_search.py STUDY 'megabatch study ...' [--beside]
 
 Each run's settings in short, its accuracy by epoch and on the last thirtieth of its training
-images, and its time; --beside: runs shared the GPU, so times tell nothing.
+images, its largest loss, the length of its last layer (where it adapts) at first and at last, and
+its time; --beside: runs shared the GPU, so times tell nothing.
 """
 
 import argparse
@@ -64,6 +65,11 @@ def row_of(run, beside):
         "last_train_top1": round(statistics.mean(step["top1"] for step in last), 4),
         "finished": bool(found) and found["ended"] == "finished",
     }
+    row["largest_loss"] = max(step["loss"] for step in steps)
+    layers = [line for line in lines if line["kind"] == "layer"]
+    lengths = [line["weight_norm"] for line in layers if line["name"] == layers[-1]["name"]]
+    if lengths:
+        row["last_layer"] = {"at_first": lengths[0], "at_last": lengths[-1]}
     if not optimizer.get("adapt_head", True):
         row["adapt_head"] = False
     return {**row, "beside_another": True} if beside else row

@@ -5,10 +5,12 @@ import pytest
 import torch
 from torch import nn
 
+from megabatch.cluster import Cluster
 from megabatch.config import Config, Data, LearningRate, OptimizerConfig
 from megabatch.errors import UserError
 from megabatch.optim import Muon, parameter_groups
 from megabatch.optim.muon import orthogonal
+from megabatch.parts import assemble, prepared
 
 
 def polynomial(matrix, a=3.4445, b=-4.7750, c=2.0315, times=5):
@@ -177,6 +179,21 @@ def config(**optimizer):
         lr=LearningRate(reference=20.0, per=64),
         optimizer=OptimizerConfig(name="muon", **optimizer),
     )
+
+
+@pytest.mark.parametrize("adapt_head", [True, False])
+def test_a_run_keeps_the_last_layer_from_adapting_if_told_to(adapt_head):
+    told = config(adapt_head=adapt_head, unadapted_rate=0.05)
+    alone = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
+    with prepared(told, alone, 10) as net, assemble(told, alone, net) as parts:
+        last = [layer.weight for layer in net.modules() if isinstance(layer, nn.Linear)][-1]
+        (group,) = [
+            group
+            for group in parts.optimizer.param_groups
+            if any(p is last for p in group["params"])
+        ]
+        assert group["adapt"] is adapt_head
+        assert group["share"] == (1.0 if adapt_head else 0.05)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,12 @@ def test_the_papers_picture_is_what_its_numbers_draw(tmp_path):
 def test_the_search_for_its_settings():
     told = page("results/study/README.md")
     for row in result("study/search.json")["rows"]:
+        if "last_layer" in row and row["largest_loss"] > 10:
+            assert f"{row['largest_loss']:.1e}" in told, row["run"]
+            assert f"{row['last_layer']['at_last']:.1e}" in told, row["run"]
+        elif "last_layer" in row:
+            grown = row["last_layer"]
+            assert f"from {grown['at_first']:.1f} to {grown['at_last']:,.0f} in" in told, row["run"]
         if row["run"].startswith("probe") or not row["finished"]:
             continue
         assert f"{row['top1']:.1%}".replace("%", " %") in told, row["run"]
