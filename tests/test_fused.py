@@ -12,7 +12,7 @@ from megabatch.batch import Step
 from megabatch.batchnorm import SpanBatchNorm, use_spans
 from megabatch.bench.step import one_worker
 from megabatch.cluster import Cluster
-from megabatch.config import Config, Data
+from megabatch.config import Config, Data, OptimizerConfig
 from megabatch.data.loader import MicroBatch
 from megabatch.models.resnet import BasicBlock, Bottleneck, ResNet
 from megabatch.parts import assemble, prepared
@@ -182,7 +182,14 @@ def test_a_captured_pass_gives_the_same_bits():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 @pytest.mark.parametrize(
-    "changes", [{"compile": "never"}, {"graphs": "never"}, {"graphs": "always"}]
+    "changes",
+    [
+        {"compile": "never"},
+        {"graphs": "never"},
+        {"graphs": "always"},
+        {"optimizer": OptimizerConfig("muon")},
+        {"optimizer": OptimizerConfig("lamb")},
+    ],
 )
 def test_no_step_waits_for_the_device(changes):
     config = replace(

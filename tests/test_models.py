@@ -369,7 +369,7 @@ def test_on_a_gpu_alexnets_first_convolution_is_folded():
     torch.manual_seed(0)
     layer = models.build("alexnet_bn", 10).conv1.cuda()
     images = torch.randn(4, 3, 227, 227, device="cuda").to(memory_format=torch.channels_last)
-    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         folded = layer(images)
         layer.fold = False
         torch.testing.assert_close(folded, layer(images), rtol=1e-4, atol=1e-4)

@@ -447,8 +447,10 @@ def test_step_reads_nothing_back(make):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_on_the_gpu_as_on_the_cpu_without_waiting(make):
+def test_on_the_gpu_as_on_the_cpu_without_waiting(make, gate):
+    good = torch.ones((), dtype=torch.bool, device="cuda") if gate else None
     weights, gradients = draw([*SHAPES, (2**22,)], 5)
     here = parameters(weights)
     there = [nn.Parameter(p.detach().cuda()) for p in here]
@@ -460,7 +462,7 @@ def test_on_the_gpu_as_on_the_cpu_without_waiting(make):
         gpu.param_groups[0]["lr"] = RATES[t] / 100
         torch.cuda.set_sync_debug_mode("error")
         try:
-            gpu.step()
+            gpu.step(good=good)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         for p, q in zip(cpu.ratios.values(), gpu.ratios.values(), strict=True):

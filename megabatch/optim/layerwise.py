@@ -249,7 +249,8 @@ def gated(factor: Number, good: Tensor | None, like: Tensor, closed: float) -> N
     if good is None:
         return unrounded(factor, like)
     if not isinstance(factor, Tensor):
-        # Of half tensors too the factor is not rounded to half. On the host, as torch takes a
-        # number beside a tensor of any device: one launch, no copy.
-        factor = torch.tensor(factor, dtype=torch.promote_types(like.dtype, torch.float32))
+        # Of half tensors too the factor is not rounded to half. On the device: of a number on the
+        # host `where` would make a copy, for which the host waits.
+        wide = torch.promote_types(like.dtype, torch.float32)
+        factor = torch.full((), factor, dtype=wide, device=good.device)
     return torch.where(good, factor, closed)
