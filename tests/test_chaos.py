@@ -36,14 +36,18 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda *_: asked.append(1))
 out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
 out.mkdir(exist_ok=True)
-allowed = out.with_name("allowed")
+def allowed():
+    try:
+        return int(out.with_name("allowed").read_text() or 0)
+    except FileNotFoundError:
+        return {STEPS}
 metrics = out / "metrics.jsonl"
 lines = metrics.read_text().splitlines() if metrics.exists() else []
 lines = [line for line in lines if line.endswith("}}")]
 metrics.write_text("".join(line + "\\n" for line in lines))
 try:
     for step in range(len(lines), {STEPS}):
-        while not asked and allowed.exists() and int(allowed.read_text() or 0) < step:
+        while not asked and allowed() < step:
             time.sleep(0.002)
         with metrics.open("a") as file:
             line = {{"kind": "train", "step": step, "seen": 10 * step, "more": "x" * 300}}
