@@ -160,7 +160,7 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
         settings.weight_decay,
         share=settings.unadapted_rate,
         decay_all=settings.decay_all,
-        adapt_head=settings.adapt_head,
+        adapt_head=settings.head_adapts,
     )
     with contextlib.ExitStack() as failing:
         masters = Masters(net, config)

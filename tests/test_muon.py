@@ -90,6 +90,11 @@ def test_layers_go_together_as_they_go_alone(pad):
             assert torch.equal(found, tensor)
 
 
+def across(step, weight):
+    """What of a step is not along its weight, whose length it changes."""
+    return step - (step * weight).sum() / weight.square().sum() * weight
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_it_points_where_torchs_does(nesterov):
     start = torch.randn(24, 48, generator=torch.Generator().manual_seed(3))
@@ -102,10 +107,18 @@ def test_it_points_where_torchs_does(nesterov):
         theirs.grad = ours.grad.clone()
         mine.step()
         torchs.step()
-        moved = [p.detach() - q for p, q in zip((ours, theirs), before, strict=True)]
+        moved = [
+            across(p.detach() - q, before[0]) for p, q in zip((ours, theirs), before, strict=True)
+        ]
         # Theirs averages the gradients where ours sums them, and computes in bf16.
         cosine = torch.nn.functional.cosine_similarity(*(m.flatten() for m in moved), dim=0)
         assert cosine > 0.999
+
+
+def turned(weight, direction, share):
+    """A step of so much of a weight's length, and back to that length."""
+    moved = weight - share * weight.norm() / direction.norm() * direction
+    return moved * (weight.norm() / moved.norm())
 
 
 def test_a_step_is_a_share_of_its_weight_and_ratios_tell():
@@ -119,8 +132,8 @@ def test_a_step_is_a_share_of_its_weight_and_ratios_tell():
     before = weight.detach().clone(), bias.detach().clone()
     weight.grad, bias.grad = torch.randn(6, 4) * 1e-6, torch.randn(6)
     optimizer.step()
-    length = (weight.detach() - before[0]).norm() / before[0].norm()
-    torch.testing.assert_close(length.item(), 2.0 * 0.01, rtol=1e-5, atol=0)
+    expected = turned(before[0].double(), polynomial(weight.grad), 2.0 * 0.01)
+    torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(bias.detach(), before[1] - 2.0 * 0.5 * bias.grad)
     assert set(optimizer.ratios) == {weight}
 
@@ -130,15 +143,42 @@ def test_weights_of_zeros_begin_to_move_and_without_a_gradient_nothing_does():
     optimizer = Muon([zeros, still], lr=1.0, trust=0.01)
     zeros.grad, still.grad = torch.randn(4, 4), torch.zeros(4, 4)
     optimizer.step()
-    assert 0 < zeros.detach().norm() < 0.01 * 1.3 * 2
+    began = zeros.detach().norm()
+    assert 0 < began < 0.01 * 1.3 * 2
     assert torch.equal(still.detach(), torch.ones(4, 4))
+    optimizer.step()
+    assert zeros.detach().norm() > 1.005 * began  # it has no length to keep
 
 
-def test_decay_is_apart_from_the_gradient():
-    weight = nn.Parameter(torch.ones(3, 3))
-    weight.grad = torch.zeros(3, 3)
-    Muon([weight], lr=2.0, trust=0.1, weight_decay=0.5).step()
-    torch.testing.assert_close(weight.detach(), torch.full((3, 3), 1 - 2.0 * 0.1 * 0.5))
+@pytest.mark.parametrize("good", [True, False])
+def test_a_closed_gate_leaves_all_as_it_is(good):
+    weight = nn.Parameter(torch.randn(6, 4))
+    optimizer = Muon([weight], lr=1.0, trust=0.1)
+    weight.grad = torch.randn(6, 4)
+    optimizer.step()
+    before = weight.detach().clone()
+    weight.grad = torch.randn(6, 4) if good else torch.zeros(6, 4)
+    optimizer.step(good=torch.tensor(good))
+    assert torch.equal(weight.detach(), before) is not good
+
+
+def test_halves_follow_weights_that_were_brought_back():
+    weight = nn.Parameter(torch.randn(6, 4))
+    half = torch.empty(6, 4, dtype=torch.float16)
+    optimizer = Muon([weight], lr=1.0, trust=0.5)
+    weight.grad = torch.randn(6, 4)
+    optimizer.step(copies={weight: half})
+    assert torch.equal(half, weight.detach().half())
+
+
+def test_vectors_and_single_numbers_have_no_length_to_keep():
+    weights = [nn.Parameter(torch.ones(shape)) for shape in [(), (3,), (1, 1)]]
+    optimizer = Muon(weights, lr=1.0, trust=0.1)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    for weight in weights:
+        torch.testing.assert_close(weight.detach(), torch.full_like(weight, 0.9))
 
 
 def test_what_does_not_adapt_decays_too_where_it_is_told_to():
@@ -149,27 +189,30 @@ def test_what_does_not_adapt_decays_too_where_it_is_told_to():
 
 
 @pytest.mark.parametrize("adapt_head", [True, False])
-def test_a_head_that_adapts_grows_without_end(adapt_head):
-    """Steps that are shares of a weight make it longer at every turn; behind batch norm that
-    changes nothing, but logits have no batch norm behind them."""
+@pytest.mark.parametrize("weight_decay", [0.0, 5e-4])
+def test_weights_that_adapt_keep_their_lengths(adapt_head, weight_decay):
+    """Steps that are shares of a weight would make it longer at every turn, and themselves: in a
+    hundred of these a hundred times."""
     draw = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU())
     net.append(nn.Linear(16, 4))
-    groups = parameter_groups(net, 5e-4, share=0.001, adapt_head=adapt_head)
+    groups = parameter_groups(net, weight_decay, share=0.001, adapt_head=adapt_head)
     optimizer = Muon(groups, lr=96.0, trust=0.001)
     layer, head = net[0].weight, net[3].weight
     began = layer.norm().item(), head.norm().item()
+    directions = layer.detach().clone()
     for _ in range(100):
         images = torch.randn(64, 20, generator=draw)
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(images), (images[:, 0] > 0).long()).backward()
         optimizer.step()
-    assert layer.norm().item() > 20 * began[0]
-    assert (head.norm().item() > 20 * began[1]) is adapt_head
+    assert layer.norm().item() == pytest.approx(began[0], rel=1e-6)
+    assert (head.norm().item() == pytest.approx(began[1], rel=1e-6)) is adapt_head
+    assert nn.functional.cosine_similarity(layer.flatten(), directions.flatten(), dim=0) < 0.9
 
 
-def config(**optimizer):
+def config(name="muon", **optimizer):
     return Config(
         batch=64,
         micro=16,
@@ -177,13 +220,14 @@ def config(**optimizer):
         epochs=2,
         data=Data("digits"),
         lr=LearningRate(reference=20.0, per=64),
-        optimizer=OptimizerConfig(name="muon", **optimizer),
+        optimizer=OptimizerConfig(name=name, **optimizer),
     )
 
 
+@pytest.mark.parametrize("name", ["muon", "lars", "lamb"])
 @pytest.mark.parametrize("adapt_head", [True, False])
-def test_a_run_keeps_the_last_layer_from_adapting_if_told_to(adapt_head):
-    told = config(adapt_head=adapt_head, unadapted_rate=0.05)
+def test_the_last_layer_of_a_run_adapts_unless_told_not_to_and_never_with_muon(name, adapt_head):
+    told = config(name, adapt_head=adapt_head, unadapted_rate=0.05)
     alone = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
     with prepared(told, alone, 10) as net, assemble(told, alone, net) as parts:
         last = [layer.weight for layer in net.modules() if isinstance(layer, nn.Linear)][-1]
@@ -192,8 +236,9 @@ def test_a_run_keeps_the_last_layer_from_adapting_if_told_to(adapt_head):
             for group in parts.optimizer.param_groups
             if any(p is last for p in group["params"])
         ]
-        assert group["adapt"] is adapt_head
-        assert group["share"] == (1.0 if adapt_head else 0.05)
+        adapts = adapt_head and name != "muon"
+        assert group["adapt"] is adapts
+        assert group["share"] == (1.0 if adapts else 0.05)
 
 
 @pytest.mark.parametrize(

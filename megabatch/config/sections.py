@@ -246,10 +246,16 @@ class OptimizerConfig:
     unadapted_rate: float = setting(1.0, least=0, most=1e3)
     """rate of biases and batch norm, which do not adapt, as a multiple of the others'"""
     adapt_head: bool = setting(True)
-    """the last layer adapts as the others do (no: it takes SGD's step, at unadapted_rate)"""
+    """the last layer adapts (no: it takes SGD's step, at unadapted_rate; with Muon always)"""
 
     def __post_init__(self) -> None:
         self.check()
+
+    @property
+    def head_adapts(self) -> bool:
+        """Muon's weights keep their lengths, and the last layer's length is what the logits need to
+        grow by."""
+        return self.adapt_head and self.name != "muon"
 
     def check(self) -> None:
         check_settings(self, "optimizer.")

@@ -17,6 +17,7 @@ from megabatch.optim.layerwise import (
     real,
     subtract,
     together,
+    write_copies,
 )
 from megabatch.optim.norms import Tensors, norms
 
@@ -104,7 +105,8 @@ class LAMB(Layerwise):
                 self._note(part, seen)
             elif gate is not None:
                 torch._foreach_mul_(steps, gate.to(values[0].dtype))
-            subtract(part, steps, rate_of(group), copies)
+            subtract(part, steps, rate_of(group))
+            write_copies(part, copies)
 
     def _state(self, group: Group, weight: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[weight]

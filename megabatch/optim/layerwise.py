@@ -205,19 +205,18 @@ def together(group: Group, weights: list[Tensor]) -> list[list[Tensor]]:
     return [*full, *lists.values()]
 
 
-def subtract(
-    weights: list[Tensor],
-    steps: list[Tensor] | tuple[Tensor, ...],
-    rate: Number,
-    copies: Mapping[Tensor, Tensor],
-) -> None:
-    """Take a rate's share of the steps off the weights, and write their copies anew."""
+def subtract(weights: list[Tensor], steps: list[Tensor] | tuple[Tensor, ...], rate: Number) -> None:
+    """Take a rate's share of the steps off the weights."""
     values = real(weights)
     if isinstance(rate, Tensor):
         torch._foreach_mul_(steps, rate.to(weights[0].device))
         torch._foreach_sub_(values, steps)
     else:
         torch._foreach_add_(values, steps, alpha=-rate)
+
+
+def write_copies(weights: list[Tensor], copies: Mapping[Tensor, Tensor]) -> None:
+    """Of those weights that have one in another precision."""
     held = [weight for weight in weights if weight in copies]
     if held:
         torch._foreach_copy_([copies[weight] for weight in held], held)

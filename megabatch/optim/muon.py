@@ -3,7 +3,9 @@ weight.
 
 A batch of a large share of the images leaves few steps, and each of them must do more: a step whose
 singular values are all alike moves along every direction that the gradients have shown, not along
-the few that are largest. The length is LARS's: a share of the weight's own.
+the few that are largest. The length is LARS's: a share of the weight's own. Such steps would make a
+weight longer at every turn, and the next step with it, without end; behind batch norm a length
+means nothing, so weights keep theirs and turn.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from megabatch.optim.layerwise import (
     real,
     subtract,
     together,
+    write_copies,
 )
 from megabatch.optim.norms import norms
 
@@ -34,11 +37,14 @@ _TIMES = 5
 
 
 class Muon(Layerwise):
-    """u = momentum u + g; w -= lr trust |w| / |O(u)| O(u), where O makes a matrix orthogonal.
+    """u = momentum u + g; w -= lr trust |w| / |O(u)| O(u), where O makes a matrix orthogonal, and
+    then w has the length again that it began with.
 
-    A weight of more dimensions is a matrix of its first by the rest; one of fewer than two keeps
-    its direction. Weights of a group that does not `adapt` take SGD's step, lr u. Decay is apart
-    from the gradient: w -= lr trust weight_decay w, and without trust where weights do not adapt.
+    A weight of more dimensions is a matrix of its first by the rest. One of fewer than two takes
+    u's own direction, and its length is free; so is that of a weight which began with zeros.
+    Weights of a group that does not `adapt` take SGD's step, lr u, and they alone may decay:
+    w -= lr weight_decay w. The last layer should be one of them (`parameter_groups(...,
+    adapt_head=False)`): logits need a length that may grow.
 
     nesterov: O of g + momentum u.
     """
@@ -90,17 +96,29 @@ class Muon(Layerwise):
         for part in together(group, weights):
             gate = None if good is None else good.to(part[0].device)
             values, steps = real(part), self._directions(group, part, gate)
-            decay = group["weight_decay"]
+            lengths = None
             if group["adapt"]:
                 seen = _lengths(group["trust"], values, steps)
                 torch._foreach_mul_(steps, seen.ratio.unbind())
                 self._note(part, seen)
-                decay *= group["trust"]
-            if decay != 0:
-                torch._foreach_add_(steps, values, alpha=decay)
+                lengths = self._first_lengths(part, seen.weight_norm)
+            elif group["weight_decay"] != 0:
+                torch._foreach_add_(steps, values, alpha=group["weight_decay"])
             if gate is not None:
                 torch._foreach_mul_(steps, gate.to(values[0].dtype))
-            subtract(part, steps, rate_of(group), copies)
+            subtract(part, steps, rate_of(group))
+            if lengths is not None:
+                _give_back(values, lengths, gate)
+            write_copies(part, copies)
+
+    def _first_lengths(self, weights: list[Tensor], now: Tensor) -> Tensor:
+        """That the weights had before their first step; 0 where it is not kept."""
+        for weight, value, length in zip(weights, real(weights), now.unbind(), strict=True):
+            if "length" not in self.state[weight]:
+                kept = length if value.ndim > 1 and value.numel() > 1 else length * 0
+                # In the weight's dtype, in which torch brings it back from a checkpoint.
+                self.state[weight]["length"] = kept.to(weight.dtype, copy=True)
+        return torch.stack([self.state[p]["length"] for p in weights]).real.to(now.dtype)
 
     def _directions(self, group: Group, weights: list[Tensor], good: Tensor | None) -> list[Tensor]:
         """Move the momentum, and return where it points: orthogonal, where weights adapt."""
@@ -206,3 +224,12 @@ def _lengths(trust: float, weights: list[Tensor], steps: list[Tensor]) -> Adapta
     known = torch.minimum(weight_norms, step_norms) > 0
     ratios = trust * torch.where(known, weight_norms / step_norms, 1.0)
     return Adaptation(ratios, weight_norms, step_norms)
+
+
+def _give_back(weights: list[Tensor], lengths: Tensor, good: Tensor | None) -> None:
+    """Bring weights to these lengths, where there is one and the step counts."""
+    (now,) = norms(weights)
+    factors = torch.where(torch.minimum(lengths, now) > 0, lengths / now, 1.0)
+    if good is not None:
+        factors = torch.where(good, factors, 1.0)
+    torch._foreach_mul_(weights, factors.unbind())
