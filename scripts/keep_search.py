@@ -3,8 +3,9 @@
     python scripts/keep_search.py STUDY 'megabatch study ...' [--beside]
 
 Each run's settings in short, its accuracy by epoch and on the last thirtieth of its training
-images, its largest loss, the length of its last layer (where it adapts) at first and at last, and
-its time; --beside: runs shared the GPU, so times tell nothing.
+images, its largest loss, the length of its last layer at first and at last (where that does not
+adapt: how many times the length of another grew most, from the first evaluation on), and its time;
+--beside: runs shared the GPU, so times tell nothing.
 """
 
 import argparse
@@ -66,12 +67,16 @@ def row_of(run, beside):
         "finished": bool(found) and found["ended"] == "finished",
     }
     row["largest_loss"] = max(step["loss"] for step in steps)
-    layers = [line for line in lines if line["kind"] == "layer"]
-    lengths = [line["weight_norm"] for line in layers if line["name"] == layers[-1]["name"]]
-    if lengths:
-        row["last_layer"] = {"at_first": lengths[0], "at_last": lengths[-1]}
+    lengths = {}
+    for line in lines:
+        if line["kind"] == "layer":
+            lengths.setdefault(line["name"], []).append(line["weight_norm"])
     if not optimizer.get("adapt_head", True):
         row["adapt_head"] = False
+        row["most_grown"] = max(seen[-1] / seen[0] for seen in lengths.values())
+    elif lengths:
+        last = list(lengths.values())[-1]
+        row["last_layer"] = {"at_first": last[0], "at_last": last[-1]}
     return {**row, "beside_another": True} if beside else row
 
 

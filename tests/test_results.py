@@ -110,6 +110,9 @@ def test_the_search_for_its_settings():
         elif "last_layer" in row:
             grown = row["last_layer"]
             assert f"from {grown['at_first']:.1f} to {grown['at_last']:,.0f} in" in told, row["run"]
+        if (times := row.get("most_grown")) is not None:
+            words = f"{times / 1e6:.0f} million" if times > 1e6 else f"{times / 1e3:.0f} thousand"
+            assert f"{words} times" in told, row["run"]
         if row["run"].startswith("probe") or not row["finished"]:
             continue
         assert f"{row['top1']:.1%}".replace("%", " %") in told, row["run"]
@@ -133,3 +136,14 @@ def test_the_study_on_tiny_imagenet():
             assert f"{abs(row['to_baseline']):.2f} ± {row['to_baseline_half']:.2f}" in page(
                 "docs/study.md"
             )
+
+
+def test_what_is_there_of_the_papers_length():
+    told = page("results/study/README.md")
+    for row in result("study/tiny/study.json")["rows"]:
+        runs = [result(f"study/tiny/{row['batch']}-s{s}/summary.json") for s in row["seeds"]]
+        by_seed = ", ".join(f"{100 * run['top1']:.2f}" for run in runs)
+        mean = f"{row['top1']:.2f} ± {row['top1_half']:.2f}"
+        assert (
+            f"{by_seed} | {mean} | {row['seconds']:.0f} | {row['images_per_second']:,.0f}" in told
+        )
