@@ -18,6 +18,9 @@ from megabatch.data.threads import threads_of
 from megabatch.errors import UserError
 
 _SLAB = 4096
+"""images that go to the device at once"""
+_RUN = 64
+"""of them, that a thread brings: to hand them out one by one takes longer than to read them"""
 _SHARE_OF_MEMORY = 0.3
 """of the device's free memory, that images may take; the model needs the rest"""
 
@@ -40,11 +43,23 @@ class Resident(Source):
         )
         self._labels = source.labels.to(device)
 
+        slab = torch.empty(
+            (_SLAB, *self._images.shape[1:]), dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
+        places = slab.numpy()
+
+        def bring(first: int, last: int) -> None:
+            for index in range(first, last):
+                places[index % _SLAB] = source.whole_image(index)
+
         with ThreadPoolExecutor(threads) as pool:
             for first in range(0, len(source), _SLAB):
-                slab = pool.map(source.whole_image, range(first, min(first + _SLAB, len(source))))
-                images = torch.from_numpy(numpy.stack(list(slab)))
-                self._images[first : first + len(images)] = images.to(device)
+                last = min(first + _SLAB, len(source))
+                firsts = range(first, last, _RUN)
+                lasts = (min(begin + _RUN, last) for begin in firsts)
+                for _ in pool.map(bring, firsts, lasts):
+                    pass
+                self._images[first:last].copy_(slab[: last - first])
 
     def __len__(self) -> int:
         return len(self._images)
