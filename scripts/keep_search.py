@@ -71,9 +71,11 @@ def row_of(run, beside):
     for line in lines:
         if line["kind"] == "layer":
             lengths.setdefault(line["name"], []).append(line["weight_norm"])
-    if not optimizer.get("adapt_head", True):
+    if optimizer["name"] == "muon" or not optimizer.get("adapt_head", True):
         row["adapt_head"] = False
-        row["most_grown"] = max(seen[-1] / seen[0] for seen in lengths.values())
+        grown = max(seen[-1] / seen[0] for seen in lengths.values())
+        if grown > 2:
+            row["most_grown"] = grown
     elif lengths:
         last = list(lengths.values())[-1]
         row["last_layer"] = {"at_first": last[0], "at_last": last[-1]}

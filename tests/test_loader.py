@@ -168,6 +168,14 @@ def test_resident_images_are_the_same_but_for_rounding(packs):
     assert steps_.max() < 1.5  # one step of 256 at the most
 
 
+@pytest.mark.parametrize("images_at_once", [0, 1, 5, 1000])
+def test_resident_images_come_in_any_portions(packs, images_at_once, monkeypatch):
+    whole, _ = read(packs / "raw.arrow", resident="always")
+    monkeypatch.setattr("megabatch.data.resident._SLAB_BYTES", images_at_once * 20 * 20 * 3)
+    monkeypatch.setattr("megabatch.data.resident._RUN", 2)
+    assert torch.equal(read(packs / "raw.arrow", resident="always")[0], whole)
+
+
 def test_what_cannot_be_resident_says_why(packs, tmp_path):
     with pytest.raises(UserError, match=r"data\.resident is for packs"):
         read(packs / "set", resident="always")

@@ -385,6 +385,11 @@ def test_the_last_layer_may_be_kept_from_adapting():
     assert head["params"] == [by_convolution[1].weight]
     without = nn.BatchNorm2d(4)
     assert parameter_groups(without, 0.1, adapt_head=False) == parameter_groups(without, 0.1)
+    made = nn.Sequential(
+        nn.Linear(4, 4), torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    )
+    _, head, _ = parameter_groups(made, 0.1, adapt_head=False)
+    assert [p.shape for p in head["params"]] == [(3, 1), (3, 4)]
 
 
 def test_groups_are_made_of_a_module_not_of_its_parameters():

@@ -89,7 +89,7 @@ def _contenders(net: nn.Module, device: str) -> Iterator[tuple[str, float, Calla
     plain = LARS(parameter_groups(net, 5e-5), lr=1e-9, foreach=True)
     yield "LARS by foreach", _LARS_PASSES, plain.step
     if device == "cuda":  # on a CPU its products take seconds; its floor leaves them out
-        muon = Muon(parameter_groups(net, 5e-5), lr=1e-9)
+        muon = Muon(parameter_groups(net, 5e-5, adapt_head=False), lr=1e-9)
         yield "Muon", _LARS_PASSES, lambda: muon.step(good=good)
     fused = torch.optim.SGD(weights, 1e-9, 0.9, weight_decay=5e-5, fused=device == "cuda" or None)
     yield "torch's SGD" + ", fused" * (device == "cuda"), _SGD_PASSES, fused.step

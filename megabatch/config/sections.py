@@ -228,7 +228,7 @@ class OptimizerConfig:
     momentum: float = setting(0.9, least=0, below=1)
     """a stage of the batch may set its own"""
     weight_decay: float = setting(5e-5, least=0, most=1e3)
-    """on weights of convolutions and linear layers"""
+    """on weights of convolutions and linear layers; with Muon on the last layer's"""
     decay_all: bool = setting(False)
     """weight decay on biases and batch norm too, which Goyal and Jia spare"""
     trust: float | None = setting(0.001, least=0, most=1e3)
@@ -244,7 +244,7 @@ class OptimizerConfig:
     momentum_correction: bool = setting(False)
     """paper form: scale the buffer when the rate moves, as Goyal asks"""
     unadapted_rate: float = setting(1.0, least=0, most=1e3)
-    """rate of biases and batch norm, which do not adapt, as a multiple of the others'"""
+    """rate of biases, batch norm and what else does not adapt, as a multiple of the others'"""
     adapt_head: bool = setting(True)
     """the last layer adapts (no: it takes SGD's step, at unadapted_rate; with Muon always)"""
 

@@ -17,8 +17,8 @@ from megabatch.data.source import Source
 from megabatch.data.threads import threads_of
 from megabatch.errors import UserError
 
-_SLAB = 4096
-"""images that go to the device at once"""
+_SLAB_BYTES = 64 << 20
+"""of images that go to the device at once"""
 _RUN = 64
 """of them, that a thread brings: to hand them out one by one takes longer than to read them"""
 _SHARE_OF_MEMORY = 0.3
@@ -43,18 +43,18 @@ class Resident(Source):
         )
         self._labels = source.labels.to(device)
 
-        slab = torch.empty(
-            (_SLAB, *self._images.shape[1:]), dtype=torch.uint8, pin_memory=device.type == "cuda"
-        )
+        image = self._images.shape[1:]
+        rows = max(1, min(len(source), _SLAB_BYTES // max(1, image.numel())))
+        slab = torch.empty((rows, *image), dtype=torch.uint8, pin_memory=device.type == "cuda")
         places = slab.numpy()
 
         def bring(first: int, last: int) -> None:
             for index in range(first, last):
-                places[index % _SLAB] = source.whole_image(index)
+                places[index % rows] = source.whole_image(index)
 
         with ThreadPoolExecutor(threads) as pool:
-            for first in range(0, len(source), _SLAB):
-                last = min(first + _SLAB, len(source))
+            for first in range(0, len(source), rows):
+                last = min(first + rows, len(source))
                 firsts = range(first, last, _RUN)
                 lasts = (min(begin + _RUN, last) for begin in firsts)
                 for _ in pool.map(bring, firsts, lasts):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from megabatch.errors import UserError
 
@@ -49,12 +49,12 @@ def parameter_groups(
     }
     apart = {p for m in module.modules() for p in _apart(m)} - multiplying
     apart |= {p for m in module.modules() for p in _declared(m)}
-    last = None if adapt_head else _head(module)
+    last = set() if adapt_head else _head(module)
     adapted: list[nn.Parameter] = []
     head: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for p in trainable:
-        (plain if p.ndim < 2 or p in apart else head if p is last else adapted).append(p)
+        (plain if p.ndim < 2 or p in apart else head if p in last else adapted).append(p)
     assert len(adapted) + len(head) + len(plain) == len(trainable)
     groups: list[Group] = [
         {"params": adapted, "weight_decay": weight_decay, "adapt": True, "share": 1.0},
@@ -69,10 +69,11 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def _head(module: nn.Module) -> Tensor | None:
-    """The weight that gives the classes, in nets whose layers stand in the order of their use."""
+def _head(module: nn.Module) -> set[nn.Parameter]:
+    """What the weight that gives the classes is made of, in nets whose layers stand in the order of
+    their use."""
     last = [layer for layer in module.modules() if isinstance(layer, (_CONVOLUTION, nn.Linear))]
-    return last[-1].weight if last else None
+    return set(last[-1].parameters()) if last else set()
 
 
 def _apart(layer: nn.Module) -> Iterator[nn.Parameter]:

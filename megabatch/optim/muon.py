@@ -41,7 +41,8 @@ class Muon(Layerwise):
     then w has the length again that it began with.
 
     A weight of more dimensions is a matrix of its first by the rest. One of fewer than two takes
-    u's own direction, and its length is free; so is that of a weight which began with zeros.
+    u's own direction, and its length is free. So is that of a matrix which began with zeros: its
+    steps are lr trust O(u).
     Weights of a group that does not `adapt` take SGD's step, lr u, and they alone may decay:
     w -= lr weight_decay w. The last layer should be one of them (`parameter_groups(...,
     adapt_head=False)`): logits need a length that may grow.
@@ -98,10 +99,11 @@ class Muon(Layerwise):
             values, steps = real(part), self._directions(group, part, gate)
             lengths = None
             if group["adapt"]:
-                seen = _lengths(group["trust"], values, steps)
+                weight_norms, step_norms = norms(values, steps)
+                lengths = self._first_lengths(part, weight_norms)
+                seen = _shares(group["trust"], lengths, weight_norms, step_norms)
                 torch._foreach_mul_(steps, seen.ratio.unbind())
                 self._note(part, seen)
-                lengths = self._first_lengths(part, seen.weight_norm)
             elif group["weight_decay"] != 0:
                 torch._foreach_add_(steps, values, alpha=group["weight_decay"])
             if gate is not None:
@@ -112,10 +114,11 @@ class Muon(Layerwise):
             write_copies(part, copies)
 
     def _first_lengths(self, weights: list[Tensor], now: Tensor) -> Tensor:
-        """That the weights had before their first step; 0 where it is not kept."""
+        """That the weights had before their first step; infinite where it is free."""
         for weight, value, length in zip(weights, real(weights), now.unbind(), strict=True):
             if "length" not in self.state[weight]:
-                kept = length if value.ndim > 1 and value.numel() > 1 else length * 0
+                matrix = value.ndim > 1 and value.numel() > 1
+                kept = length if matrix else torch.full_like(length, torch.inf)
                 # In the weight's dtype, in which torch brings it back from a checkpoint.
                 self.state[weight]["length"] = kept.to(weight.dtype, copy=True)
         return torch.stack([self.state[p]["length"] for p in weights]).real.to(now.dtype)
@@ -217,11 +220,10 @@ def _iterated(matrices: Tensor) -> Tensor:
     return x
 
 
-def _lengths(trust: float, weights: list[Tensor], steps: list[Tensor]) -> Adaptation:
-    """What makes each step a share of its weight; one of a weight of zeros stays as long as it is,
-    times the share."""
-    weight_norms, step_norms = norms(weights, steps)
-    known = torch.minimum(weight_norms, step_norms) > 0
+def _shares(trust: float, lengths: Tensor, weight_norms: Tensor, step_norms: Tensor) -> Adaptation:
+    """What makes each step a share of its weight. A weight that began with zeros has no length, and
+    its steps stay as long as they are, times the share: else it would grow without end."""
+    known = torch.minimum(torch.minimum(weight_norms, step_norms), lengths) > 0
     ratios = trust * torch.where(known, weight_norms / step_norms, 1.0)
     return Adaptation(ratios, weight_norms, step_norms)
 
@@ -229,7 +231,10 @@ def _lengths(trust: float, weights: list[Tensor], steps: list[Tensor]) -> Adapta
 def _give_back(weights: list[Tensor], lengths: Tensor, good: Tensor | None) -> None:
     """Bring weights to these lengths, where there is one and the step counts."""
     (now,) = norms(weights)
-    factors = torch.where(torch.minimum(lengths, now) > 0, lengths / now, 1.0)
+    factors = lengths / now
+    # What is as long as its dtype can tell stays as it is, however often it is asked for.
+    near = (factors - 1).abs() <= torch.finfo(weights[0].dtype).eps
+    kept = (lengths > 0) & lengths.isfinite() & (now > 0) & ~near
     if good is not None:
-        factors = torch.where(good, factors, 1.0)
-    torch._foreach_mul_(weights, factors.unbind())
+        kept &= good
+    torch._foreach_mul_(weights, torch.where(kept, factors, 1.0).unbind())
