@@ -73,7 +73,7 @@ def row_of(run, beside):
             lengths.setdefault(line["name"], []).append(line["weight_norm"])
     if optimizer["name"] == "muon" or not optimizer.get("adapt_head", True):
         row["adapt_head"] = False
-        grown = max(seen[-1] / seen[0] for seen in lengths.values())
+        grown = max((seen[-1] / seen[0] for seen in lengths.values()), default=1.0)
         if grown > 2:
             row["most_grown"] = grown
     elif lengths:

@@ -230,7 +230,7 @@ def test_what_does_not_adapt_decays_too_where_it_is_told_to():
 @pytest.mark.parametrize("weight_decay", [0.0, 5e-4])
 def test_weights_that_adapt_keep_their_lengths(adapt_head, weight_decay):
     """Steps that are shares of a weight would make it longer at every turn, and themselves: in a
-    hundred of these a hundred times."""
+    hundred of these more than twenty times."""
     draw = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU())

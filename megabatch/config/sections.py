@@ -253,8 +253,8 @@ class OptimizerConfig:
 
     @property
     def head_adapts(self) -> bool:
-        """Muon's weights keep their lengths, and the last layer's length is what the logits need to
-        grow by."""
+        """Whether the last layer does; with Muon never: its weights keep their lengths, and logits
+        must be able to grow."""
         return self.adapt_head and self.name != "muon"
 
     def check(self) -> None:

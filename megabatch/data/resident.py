@@ -43,9 +43,9 @@ class Resident(Source):
         )
         self._labels = source.labels.to(device)
 
-        image = self._images.shape[1:]
-        rows = max(1, min(len(source), _SLAB_BYTES // max(1, image.numel())))
-        slab = torch.empty((rows, *image), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        one = self._images.shape[1:]
+        rows = max(1, min(len(source), _SLAB_BYTES // max(1, one.numel())))
+        slab = torch.empty((rows, *one), dtype=torch.uint8, pin_memory=device.type == "cuda")
         places = slab.numpy()
 
         def bring(first: int, last: int) -> None:
