@@ -1,6 +1,7 @@
 """Numbers in the README and the docs are those of the files that they are said to come from."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -126,7 +127,11 @@ def test_the_study_on_tiny_imagenet():
         runs = [result(f"study/tiny30/{row['batch']}-s{s}/summary.json") for s in row["seeds"]]
         assert len(runs) == 3
         assert 100 * sum(run["top1"] for run in runs) / 3 == pytest.approx(row["top1"])
-        cells = f"{row['top1']:.2f} ± {row['top1_half']:.2f}", f"{row['images_per_second']:,.0f}"
+        cells = (
+            ", ".join(f"{100 * run['top1']:.2f}" for run in runs),
+            f"{row['top1']:.2f} ± {row['top1_half']:.2f}",
+            f"{row['images_per_second']:,.0f}",
+        )
         assert all(cell in told for cell in cells)
         assert f"{row['batch']:,}" in page("README.md") and f"{row['top1']:.1f} %" in page(
             "README.md"
@@ -147,3 +152,21 @@ def test_what_is_there_of_the_papers_length():
         assert (
             f"{by_seed} | {mean} | {row['seconds']:.0f} | {row['images_per_second']:,.0f}" in told
         )
+        assert f"{row['batch']:,}" in page("README.md")
+        assert f"{row['top1']:.2f} %" in page("README.md")
+        if row["to_baseline"] is not None:
+            difference = f"{abs(row['to_baseline']):.2f} ± {row['to_baseline_half']:.2f}"
+            assert difference in told and difference in page("docs/study.md")
+
+
+def test_where_a_batch_of_8192_loses_its_way():
+    """The loss rises above chance's while the rate does, at 8,192 and nowhere else."""
+    risen = {}
+    for run in sorted((ROOT / "results/study").glob("tiny*/*-s*/metrics.jsonl")):
+        steps = [json.loads(line) for line in run.read_text().splitlines()]
+        losses = [s["loss"] for s in steps if s["kind"] == "train" and s["epoch"] >= 1]
+        if max(losses) > math.log(200):
+            risen[run.parent.name, run.parent.parent.name] = max(losses)
+    assert {batch.split("-")[0] for batch, _ in risen} == {"8192"} and len(risen) == 5
+    told = f"to {min(risen.values()):.1f} in the best and {max(risen.values()):.1f} in this one"
+    assert told in page("results/study/README.md")
