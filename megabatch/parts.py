@@ -114,7 +114,7 @@ def prepared(
     dropout keyed.
 
     Afterwards it has its own layers again, in the modes they were in, with the weights and moving
-    averages that they have by then; device and precision stay the run's.
+    averages that they have by then, laid out as they were; device and precision stay the run's.
     """
     if cluster.group is not None:
         raise UserError("a run has all workers, not a group of them: make the cluster without one")
@@ -126,6 +126,7 @@ def prepared(
             open_blocks(net)
     with contextlib.ExitStack() as ending:
         ending.callback(_set_modes, {module: module.training for module in net.modules()})
+        ending.callback(_set_layouts, net, {name: t.stride() for name, t in _tensors(net)})
         if config.init:  # on the first worker; the others get all of its weights below
             cluster.agree(functools.partial(begin_from, net, config))
         ending.callback(use_spans(net, config.span))
@@ -145,8 +146,25 @@ def _set_modes(modes: dict[nn.Module, bool]) -> None:
         module.training = mode
 
 
-def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False) -> Parts:
-    """The parts around a prepared module; `own`: it is of the caller's making."""
+def _tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from net.named_parameters()
+    yield from net.named_buffers()
+
+
+def _set_layouts(net: nn.Module, strides: dict[str, tuple[int, ...]]) -> None:
+    for name, tensor in _tensors(net):
+        if name in strides and tensor.stride() != strides[name]:
+            laid_out = torch.empty_strided(
+                tensor.shape, strides[name], dtype=tensor.dtype, device=tensor.device
+            )
+            tensor.data = laid_out.copy_(tensor.detach())
+
+
+def assemble(
+    config: Config, cluster: Cluster, net: nn.Module, own: bool = False, classes: int = 1
+) -> Parts:
+    """The parts around a prepared module; `own`: it is of the caller's making; `classes`: what its
+    images' labels tell apart."""
     if not any(p.requires_grad for p in net.parameters()):
         raise UserError(
             f"the model ({type(net).__name__}) has no parameter that trains: set requires_grad on "
@@ -170,7 +188,7 @@ def assemble(config: Config, cluster: Cluster, net: nn.Module, own: bool = False
         scale = LossScale(config, cluster.device)
         moving = MovingAverages(net)
         average = WeightAverage(net, config, masters)
-        run = choose(config, cluster, net, moving, own)
+        run = choose(config, cluster, net, moving, own, classes)
         failing.callback(run.close)
         # Last: from here on the module's parameters carry hooks.
         engine = GradientSum(

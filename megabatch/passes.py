@@ -58,13 +58,18 @@ class Pass(Protocol):
 
 
 def choose(
-    config: Config, cluster: Cluster, net: nn.Module, moving: MovingAverages, own: bool = False
+    config: Config,
+    cluster: Cluster,
+    net: nn.Module,
+    moving: MovingAverages,
+    own: bool = False,
+    classes: int = 1,
 ) -> Pass:
     """The pass of a run: on a GPU the fastest there is, unless the config says never. `own`: the
-    net is of the caller's making."""
+    net is of the caller's making; `classes`: what labels tell apart."""
     device = cluster.device
     if config.compile != "never" and fusable(config, device, net, own):
-        return FusedPass(config, net)
+        return FusedPass(config, net, classes)
     compiled = config.compile == "always" or (
         config.compile == "auto" and kernels.available(device) and not config.deterministic
     )
@@ -72,7 +77,7 @@ def choose(
     if compiled:
         # On a GPU equal blocks share kernels, which take long to make; a CPU's take the calls.
         undo = compile_net(net, whole=device.type == "cpu" and cluster.world == 1)
-    return PlainPass(config, device, net, moving, undo)
+    return PlainPass(config, device, net, moving, undo, classes)
 
 
 def fusable(config: Config, device: torch.device, net: nn.Module, own: bool = False) -> bool:
@@ -118,10 +123,11 @@ class PlainPass:
         net: nn.Module,
         moving: MovingAverages,
         undo: Callable[[], None] | None = None,
+        classes: int = 1,
     ) -> None:
         """`undo` takes a compiled net back to what it was."""
         self._config, self._device, self._net, self._moving = config, device, net, moving
-        self._undo = undo
+        self._classes, self._undo = classes, undo
         self.how = ""
         if undo:
             self.how = "compiled by torch: the first steps take a minute or two"
@@ -131,7 +137,7 @@ class PlainPass:
     def __call__(self, images: Tensor, labels: Tensor) -> Found:
         config = self._config
         with autocast(config, self._device):
-            logits = logits_of(self._run(images), labels).to(full_dtype(config))
+            logits = logits_of(self._run(images), labels, self._classes).to(full_dtype(config))
         loss = cross_entropy(
             logits, labels, reduction="sum", label_smoothing=config.label_smoothing
         )
@@ -172,13 +178,14 @@ class FusedPass:
 
     how = "by kernels of our own: the first step compiles them, a minute without a cache"
 
-    def __init__(self, config: Config, net: nn.Module) -> None:
+    def __init__(self, config: Config, net: nn.Module, classes: int = 1) -> None:
         # Here alone: these files import Triton, which not every machine has.
         from megabatch.kernels.loss import cross_entropy
         from megabatch.models.fused import ResNetPass
 
         self._run = ResNetPass(net, HALF[config.precision], config.span)
         self._cross_entropy, self._smoothing = cross_entropy, config.label_smoothing
+        self._classes = classes
 
     @property
     def copies(self) -> Mapping[Tensor, Tensor]:
@@ -186,6 +193,7 @@ class FusedPass:
 
     def __call__(self, images: Tensor, labels: Tensor) -> Found:
         logits, statistics = self._run(images)
+        logits = logits_of(logits, labels, self._classes)
         loss, counted = self._cross_entropy(logits, labels, self._smoothing)
         return Found(loss, counted, statistics.mean(0))
 
@@ -196,12 +204,17 @@ class FusedPass:
         """The net was not changed."""
 
 
-def logits_of(output: Any, labels: Tensor) -> Tensor:
+def logits_of(output: Any, labels: Tensor, classes: int = 1) -> Tensor:
     """What the net gave, if it can be the logits of these images; shapes alone are looked at."""
     if not isinstance(output, Tensor) or output.dim() != 2 or len(output) != len(labels):
         given = tuple(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
         raise UserError(
             f"the model gives {given} for {len(labels)} images: training needs one tensor of "
             f"logits, a row an image and a column a class"
+        )
+    if output.shape[1] < classes:
+        raise UserError(
+            f"the model tells {output.shape[1]} classes apart, but the images have {classes}: give "
+            f"its last layer {classes} outputs"
         )
     return output

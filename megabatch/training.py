@@ -104,7 +104,9 @@ def _train(
         if not passage.again:
             log.say(f"building the model: {config.model}")
         net = ending.enter_context(prepared(config, cluster, train_set.classes, model))
-        parts = ending.enter_context(assemble(config, cluster, net, own=model is not None))
+        parts = ending.enter_context(
+            assemble(config, cluster, net, own=model is not None, classes=train_set.classes)
+        )
         folder = ending.enter_context(RunFolder(place, config, cluster))
         begun = passage.resumes and place is not None
         memory = None if held is None else held.put(parts)

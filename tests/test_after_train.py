@@ -108,6 +108,24 @@ def test_a_net_is_its_owners_again_and_trains_again(setting):
     is_theirs_again(net)
 
 
+def test_weights_are_laid_out_as_they_were(tmp_path):
+    """Runs have convolutions channels-last; view(), safetensors and friends may not."""
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last),
+        nn.Conv2d(4, 4, 3),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
+    before = [p.stride() for p in net.parameters()]
+    config = replace(SHORT, deterministic=False, compile="never")
+    mb.train(config, model=net, out=tmp_path / "run", quiet=True)
+    assert [p.stride() for p in net.parameters()] == before
+    told = mb.evaluate(tmp_path / "run", model=net)
+    assert [p.stride() for p in net.parameters()] == before
+    assert mb.evaluate(tmp_path / "run", model=net) == told
+
+
 @pytest.mark.parametrize("error", [Refuses, KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("at", [1, 2, 8])
 def test_after_a_failure_too(error, at):

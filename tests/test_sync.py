@@ -8,8 +8,10 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megabatch.cluster import Cluster
+from megabatch.errors import UserError
 from megabatch.launch import run_local
 from megabatch.sync.buckets import GradientSum
 from megabatch.sync.summation import TreeSum, buckets_of, tree_all_reduce
@@ -321,6 +323,44 @@ def test_buckets_leave_while_backward_goes_on(compiled):
     left = run_local(2, launches, compiled)
     assert len(left) == 7  # six buckets and the control vector
     assert left[0] < 3  # the first is under way before half of backward
+
+
+class Twice(nn.Module):
+    """A weight that is used twice, checkpointed each time, between two that are not."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.shared, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            if self.reentrant is None:
+                x = x + self.shared(x)
+            else:
+                x = x + checkpoint(self.shared, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def summed_once(reentrant, bucket_bytes):
+    torch.manual_seed(0)
+    net, x = Twice(reentrant), torch.randn(4, 8)
+    with GradientSum(net, Cluster.from_env(), tree=True, bucket_bytes=bucket_bytes) as engine:
+        engine.begin(2)
+        for _ in range(2):
+            engine.backward(net(x).square().sum(), torch.zeros(3))
+        engine.finish()
+        return [p.grad.clone() for p in net.parameters()]
+
+
+def test_a_gradient_that_comes_twice_is_whole_or_refused():
+    """Reentrant checkpoints accumulate a shared weight's gradient once for each use."""
+    plain = summed_once(None, 1)
+    torch.testing.assert_close(summed_once(False, 1), plain)
+    torch.testing.assert_close(summed_once(True, 1e9), plain)  # in one bucket, full at the end
+    with pytest.raises(UserError, match=r"the gradient of shared\.\w+ came twice.*reentrant=False"):
+        summed_once(True, 1)
 
 
 def overlap_needs_the_same_order_everywhere():

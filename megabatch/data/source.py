@@ -292,11 +292,15 @@ class OwnData(Source):
                 label = values.reshape(-1)[0]
             elif values.dtype.kind in "buif" and values.ndim == 1 and _one_hot(values):
                 label = values.argmax()
+        if isinstance(
+            label, numpy.bool_
+        ):  # no number to Python, which takes its own bools for some
+            label = bool(label)
         if not isinstance(label, numbers.Real) or not float(label).is_integer():
             raise self._wrong(
                 index, f"has the label {_short(label)}: labels are class numbers, or one-hot"
             )
-        number = label if isinstance(label, int) else int(float(label))
+        number = int(label) if isinstance(label, int) else int(float(label))
         if not 0 <= number < self.classes:
             raise self._wrong(
                 index,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megabatch.cluster import Cluster
+from megabatch.errors import UserError
 from megabatch.optim.layout import flat
 from megabatch.sync import control
 from megabatch.sync.choice import HYBRID
@@ -58,6 +59,7 @@ class GradientSum:
         double = any(p.dtype == torch.float64 for p in parameters)
         dtype = torch.float64 if double else torch.float32
         like = torch.empty(0, dtype=dtype, device=cluster.device)
+        self._module = module
         self._masters = masters or {}
         self._cluster = cluster
         self._buckets = buckets_of(parameters, bucket_bytes, tree)
@@ -240,9 +242,15 @@ class GradientSum:
             for p in bucket.parameters
         ]
 
-    def _arrived(self, bucket: Bucket, _: Tensor) -> None:
-        bucket.missing -= 1
-        if bucket.missing == 0:
+    def _arrived(self, bucket: Bucket, p: Tensor) -> None:
+        if bucket.tree.pushed == self._passes:
+            name = next(name for name, one in self._module.named_parameters() if one is p)
+            raise UserError(
+                f"the gradient of {name} came twice in one backward pass, and the first part of it "
+                f"is on its way already: checkpoint its layer with use_reentrant=False"
+            )
+        bucket.awaited.discard(p)  # type: ignore[arg-type]
+        if not bucket.awaited:
             self._collect(bucket)
 
     def _collect(self, bucket: Bucket) -> None:

@@ -150,13 +150,15 @@ class Bucket:
         self.sizes = [p.numel() for p in parameters]
         like = parameters[0].detach()
         self.tree = TreeSum(sum(self.sizes), like.to(sum_dtype(like)), by_tree)
-        self.missing = len(parameters)
+        self.awaited = set(parameters)
+        """those whose gradients of this micro-batch are not there yet"""
         self._views: dict[int, list[Tensor]] = {}
         """of the tree's own vectors, which it uses again and again, by address"""
 
     def begin(self, count: int, dealt: Node) -> None:
         for p in self.parameters:
             p.grad = None
+        self.awaited = set(self.parameters)
         self.tree.begin(count, dealt)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -176,7 +178,7 @@ class Bucket:
         torch._foreach_copy_(views, gradients)
         for p in self.parameters:
             p.grad = None
-        self.missing = len(self.parameters)
+        self.awaited = set(self.parameters)
         squares = flat.dot(flat)
         self.tree.push(flat)
         return squares
