@@ -133,7 +133,7 @@ def test_a_training_run_on_dicts_and_one_hot_labels():
 
 @pytest.mark.parametrize("label", [True, numpy.bool_(1), torch.tensor(True)])
 def test_true_and_false_are_the_classes_1_and_0(label):
-    images, labels = read(of((floats(), label)))
+    _, labels = read(of((floats(), label)))
     assert labels.tolist() == [1] * 20 and labels.dtype == torch.int64
     config = replace(CONFIG, epochs=1, lr=replace(CONFIG.lr, warmup=0))
     net = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
@@ -144,7 +144,7 @@ def test_a_net_with_fewer_outputs_than_classes():
     net = nn.Sequential(nn.Flatten(), nn.Linear(108, 3))
     config = replace(CONFIG, epochs=1, lr=replace(CONFIG.lr, warmup=0))
     with pytest.raises(
-        mb.UserError, match="tells 3 classes apart, but the images have 4: .* 4 out"
+        mb.UserError, match=r"tells 3 classes apart, but the images have 4: .* 4 out"
     ):
         mb.train(config, model=net, data=of((floats(), 0)), quiet=True)
 

@@ -193,3 +193,15 @@ def test_no_room_for_everything():
     for module in MODULES:
         assert not banned & set(module.split("."))
         assert not banned & set(module.rsplit(".")[-1].split("_"))
+
+
+def test_words_of_speech_name_nothing():
+    """Names say what a thing is: these would do for anything."""
+    vague = {"said", "told", "turn_to", "room"}
+    for name, path in MODULES.items():
+        found = {
+            getattr(node, "id", None) or getattr(node, "arg", None) or getattr(node, "name", None)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Name | ast.arg | ast.FunctionDef | ast.ClassDef)
+        }
+        assert not {word.strip("_") for word in found if word} & vague, name

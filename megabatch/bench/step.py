@@ -123,8 +123,10 @@ def run(arguments: list[str]) -> int:
     update(flags.out, {"compute": rows, "host": host(device), "sources": {"compute": _how(flags)}})
     print(f"written to {flags.out}", file=sys.stderr)
     if flags.json:
-        told = [{**row, "peak_share": share} for row, share in zip(rows, shares, strict=True)]
-        print(json.dumps({"rows": told, "rivals": beside, "out": flags.out}), flush=True)
+        with_shares = [
+            {**row, "peak_share": share} for row, share in zip(rows, shares, strict=True)
+        ]
+        print(json.dumps({"rows": with_shares, "rivals": beside, "out": flags.out}), flush=True)
     return DONE
 
 

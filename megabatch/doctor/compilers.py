@@ -60,5 +60,5 @@ def _trouble(compiler: str, suffix: str) -> str:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{compiler} does not run: {first_line(error)}"
-    said = (line for line in done.stderr.splitlines() if "error" in line.lower())
-    return f"{compiler} fails: {next(said, first_line(done.stderr))}" if done.returncode else ""
+    errors = (line for line in done.stderr.splitlines() if "error" in line.lower())
+    return f"{compiler} fails: {next(errors, first_line(done.stderr))}" if done.returncode else ""

@@ -37,15 +37,15 @@ def _sentences(study: Study) -> Iterator[str]:
 
 
 def _kept(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
-    told = _told(base, larger)
-    most = max((c for c in told if _keeps(study, c)), key=lambda cell: cell.batch, default=None)
+    several = _of_several_seeds(base, larger)
+    most = max((c for c in several if _keeps(study, c)), key=lambda cell: cell.batch, default=None)
     if most is not None:
         yield (
             f"By its mean, {most.batch:,} is the largest batch that stays within {KEPT_POINTS:g} "
             f"points of the baseline: {most.batch / base.batch:.3g} times the batch, "
             f"{_ratio(most, base, 'steps')} of the steps."
         )
-    elif told:
+    elif several:
         yield f"None of them stays within {KEPT_POINTS:g} points of the baseline."
 
 
@@ -55,18 +55,18 @@ def _noise(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
     if not math.isfinite(forecast):
         return
     words = f"The probe's noise scale, {forecast:,.0f} images, roughly forecasts where scaling ends"
-    told = _told(base, larger)
-    lost = [cell.batch for cell in told if not _keeps(study, cell)]
+    several = _of_several_seeds(base, larger)
+    lost = [cell.batch for cell in several if not _keeps(study, cell)]
     if lost:
         yield f"{words}; {min(lost):,} is the first batch to lose more than {KEPT_POINTS:g}."
-    elif told:
-        most = max(cell.batch for cell in told)
+    elif several:
+        most = max(cell.batch for cell in several)
         yield f"{words}; up to {most:,} no batch loses more than {KEPT_POINTS:g}."
     else:
         yield f"{words}."
 
 
-def _told(base: Cell, larger: list[Cell]) -> list[Cell]:
+def _of_several_seeds(base: Cell, larger: list[Cell]) -> list[Cell]:
     """The batches that something is concluded from: one seed shows nothing."""
     several = [cell for cell in larger if mean(cell.top1s).seeds > 1]
     return several if mean(base.top1s).seeds > 1 else []

@@ -71,9 +71,9 @@ def _help(kind: Any, words: str, default: Any, usage: str, whole: bool, also: st
 
 def flag_lines(flags: Iterable[Flag], whole: bool) -> Iterator[str]:
     """A line a flag, or all that is said of it."""
-    said = [(f"  {_named(flag)}", flag) for flag in flags]
-    left = 2 + max((len(name) for name, _ in said if len(name) <= _LEFT), default=_LEFT)
-    for name, flag in said:
+    named = [(f"  {_named(flag)}", flag) for flag in flags]
+    left = 2 + max((len(name) for name, _ in named if len(name) <= _LEFT), default=_LEFT)
+    for name, flag in named:
         words = _in_full(flag) if whole else _in_short(flag, WIDE - left)
         lines = textwrap.wrap(words, WIDE - left, break_on_hyphens=False)
         beside = len(name) <= _LEFT and lines
@@ -92,16 +92,16 @@ def _named(flag: Flag) -> str:
 
 
 def _in_full(flag: Flag) -> str:
-    told = not flag.default or f"({flag.default}:" in flag.says
-    return flag.says if told else f"{flag.says} (default: {flag.default})"
+    known = not flag.default or f"({flag.default}:" in flag.says
+    return flag.says if known else f"{flag.says} (default: {flag.default})"
 
 
 def _in_short(flag: Flag, wide: int) -> str:
     """All that is said where that fits, else its first clause; words that are left out even of
     that show as dots."""
-    told = not flag.default or f"({flag.default}:" in flag.says
+    known = not flag.default or f"({flag.default}:" in flag.says
     first, ending = re.split(r"[:;]| \(", flag.says)[0], f" ({flag.default})"
-    for words in (flag.says + ending * (not told), first + ending * bool(flag.default), first):
+    for words in (flag.says + ending * (not known), first + ending * bool(flag.default), first):
         if len(words) <= wide:
             return words
     return textwrap.shorten(first, wide, placeholder=" ...")
@@ -114,7 +114,7 @@ def flags_said(kind: Any, default: Any = None, section: str = "") -> Iterator[Fl
     """The flags that a dataclass becomes, with what its source says of each and the value that it
     has if it is left away."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    says = _said(kind)
+    says = _field_docs(kind)
     for one in dataclasses.fields(kind):
         hint, notes = hints[one.name], tuple[Any, ...]()
         if typing.get_origin(hint) is Annotated:
@@ -146,7 +146,7 @@ def _default(one: Any) -> Any:
     return None if one.default is dataclasses.MISSING else one.default
 
 
-def _said(kind: Any) -> dict[str, str]:
+def _field_docs(kind: Any) -> dict[str, str]:
     """The string that follows each field in the source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
     return {
