@@ -293,7 +293,12 @@ def mistaken(result, says):
         (["train", "digits", "--grid", "1"], "--grid is 1: it takes 2 whole numbers"),
         (["train", "digits", "--name", "../x"], "cannot be a folder's"),
         (["train", "digits", "--model", "own Net"], "a model of your own comes from Python"),
-        (["train", "digits", "--data.source", "own"], "a data of your own comes from Python"),
+        (["train", "digits", "--data.source", "own"], "a data set of your own comes from Python"),
+        (
+            ["study", "digits", "--batches", "64", "--data.source", "own"],
+            "a data set of your own comes from Python",
+        ),
+        (["chaos", "digits", "--model", "own Net"], "a model of your own comes from Python"),
         (["train", "digits", "--plan", "nonesuch"], "there is no plan 'nonesuch'"),
         (["train", "digits", "--plan", "tours"], "did you mean torus?"),
         (["train", "digits", "--optimizer.name", "lamb"], "--optimizer.no-momentum-correction"),

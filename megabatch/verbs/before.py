@@ -22,6 +22,18 @@ from megabatch.sync.choice import measured
 from megabatch.verbs.workers import gpus
 
 
+def check_not_own(config: Config) -> None:
+    """A command can bring no module and no data set along."""
+    for what, word, given in (
+        ("model", "model", config.model.split()[0]),
+        ("data set", "data", config.data.source),
+    ):
+        if given == "own":
+            raise UserError(
+                f"a {what} of your own comes from Python: megabatch.train(config, {word}=...)"
+            )
+
+
 def check_beginnings(config: Config) -> None:
     """What a run begins from: its images and its first weights."""
     check_named(config.data)

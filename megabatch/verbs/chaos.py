@@ -21,6 +21,7 @@ from megabatch.config import Config
 from megabatch.errors import DONE, FAILED, UserError, nearest
 from megabatch.scratch import DISK, scratch
 from megabatch.stopping import answering
+from megabatch.verbs.before import check_not_own
 from megabatch.verbs.help import show_help
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.sizing import sized
@@ -108,6 +109,7 @@ def _read_flags(name: str, arguments: list[str]) -> tuple[Chaos, Config]:
     recipe = replace(sized(name, words, arguments), deterministic=True, patience=_PATIENCE_SECONDS)
     flags = parse(ChaosFlags, words, arguments, ChaosFlags(Chaos(), recipe))
     chaos, config = flags.chaos, flags.config.check()
+    check_not_own(config)
     if not config.deterministic:
         raise UserError("weights are compared bit for bit: drop --no-deterministic")
     if not chaos.kinds:

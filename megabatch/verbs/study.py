@@ -23,7 +23,12 @@ from megabatch.place import under_launcher
 from megabatch.recipes.by_batch import fitted
 from megabatch.study.arms import ARMS
 from megabatch.study.trials import RECIPE, Plan
-from megabatch.verbs.before import check_beginnings, check_study, check_workers_here
+from megabatch.verbs.before import (
+    check_beginnings,
+    check_not_own,
+    check_study,
+    check_workers_here,
+)
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.help import WIDE, show_help
 from megabatch.verbs.parsing import parse, parse_some
@@ -200,6 +205,8 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Plan, SweepFlags]:
         for batch in sorted({*batches, *arm_batches})
     }
     configs = {(RECIPE, batch): at_batch[batch].check() for batch in batches}
+    for config in configs.values():
+        check_not_own(config)
     rates = tuple(_rates(flags.rates))
     if rates and configs[RECIPE, batches[0]].data.tuning_share:
         raise UserError(

@@ -20,7 +20,12 @@ from megabatch.elastic.worlds import meet
 from megabatch.errors import DONE, STOPPED, UserError
 from megabatch.place import place_by, under_launcher
 from megabatch.runs.record import is_run
-from megabatch.verbs.before import check_beginnings, check_folder, check_workers_here
+from megabatch.verbs.before import (
+    check_beginnings,
+    check_folder,
+    check_not_own,
+    check_workers_here,
+)
 from megabatch.verbs.brief import show_brief
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.help import WIDE
@@ -183,11 +188,7 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
         asked.plan not in (None, "backend") or asked.wire not in (None, "fp32")
     ):
         raise UserError("a deterministic run sums along one tree in fp32: drop --plan and --wire")
-    for word, given in (("model", config.model.split()[0]), ("data", config.data.source)):
-        if given == "own":
-            raise UserError(
-                f"a {word} of your own comes from Python: megabatch.train(config, {word}=...)"
-            )
+    check_not_own(config)
     return config, flags.launch
 
 
