@@ -71,6 +71,8 @@ class Pipeline:
     ) -> None:
         if not 1 <= lanes <= _MOST_LANES:
             raise UserError(f"there are 1 to {_MOST_LANES} lanes, not {lanes}")
+        if segment_bytes < 1:
+            raise UserError(f"segments of {segment_bytes} bytes hold nothing: give 1 or more")
         self._cluster, self._segment_bytes, self._log = cluster, segment_bytes, log
         if number is None:
             what = f"a pipeline of {lanes} lanes and segments of {segment_bytes} bytes"
@@ -105,12 +107,14 @@ class Pipeline:
 
     def sum(self, plan: Plan, tensor: Tensor, wire: torch.dtype | None = None) -> None:
         """Sum a tensor of any shape over all workers, in place; returns when the sum is there."""
+        if tensor.layout != torch.strided:
+            raise UserError("a plan sums dense tensors: give it tensor.to_dense()")
         layout = zip(tensor.shape, tensor.stride(), strict=True)
         if any(size > 1 and not stride for size, stride in layout):
             raise UserError(
                 "elements of this tensor share memory (it was expanded): sum what it was made of"
             )
-        dense = tensor.contiguous()
+        dense = tensor.resolve_conj().resolve_neg().contiguous()
         self.submit(plan, dense.view(-1), wire=wire).wait()
         if dense is not tensor:
             tensor.copy_(dense)
@@ -132,7 +136,8 @@ class Pipeline:
         """
         if self._closed:
             raise Closed("this pipeline is closed")
-        if flat.layout != torch.strided or flat.dim() != 1 or not flat.is_contiguous():
+        lazy = flat.is_conj() or flat.is_neg()  # not what lies in memory
+        if flat.layout != torch.strided or flat.dim() != 1 or not flat.is_contiguous() or lazy:
             raise UserError(
                 f"a pipeline takes flat tensors whose elements lie side by side, not one of shape "
                 f"{tuple(flat.shape)}: Pipeline.sum and execute take any"
@@ -142,6 +147,8 @@ class Pipeline:
                 f"the tensor is on {flat.device}, but this worker of the cluster on "
                 f"{self._cluster.device}"
             )
+        if wire is not None and not (flat.is_floating_point() or flat.is_complex()):
+            raise UserError(f"{flat.dtype} cannot travel as {wire}: leave the wire away")
         self.prepare(plan)
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
