@@ -1,10 +1,12 @@
-"""Makes docs/walks.md: which files an image and a gradient pass, found by tracing a real step.
+"""Makes docs/walks.md: which files an image, a gradient and a sum pass, found by tracing a real
+step.
 
     python scripts/walks.py           print the page
     python scripts/walks.py --write   write docs/walks.md
 
 An image walks from a pack to the loss: one worker, one image a step, read by a thread. A gradient
-walks from the hook that sees it first into another worker's sum: two workers and a torus. A file is
+walks from the hook that sees it first into another worker's sum: two workers and a torus. The sum
+walks into the weights: the first worker's update, by LARS. A file is
 entered when a function of it is called from another file of ours; calls that a file makes to
 another one after the other are one visit.
 """
@@ -39,8 +41,9 @@ PAGE = ROOT.parent / "docs" / "walks.md"
 ASKED = ("config/", "schedule.py", "batch.py", "tree.py", "keyed.py", "plans/", "cluster.py",
          "data/crop.py")  # fmt: skip
 ASKED_FUNCTIONS = ("Order.", "autocast", "full_dtype", "threads_of", "available")
-# A net is one place, however often its blocks and norms call each other.
-NET = ("models/", "batchnorm.py")
+# A net is one place, however often its blocks and norms call each other; so is an optimizer, which
+# takes the weights by groups.
+ONE_PLACE = ("models/", "batchnorm.py", "optim/")
 
 
 @dataclass(frozen=True)
@@ -105,10 +108,10 @@ def entered(events: Iterable[Event]) -> list[tuple[str, str]]:
 
 
 def visits(calls: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Calls one after the other of one file as one, and the net's files once."""
+    """Calls one after the other of one file as one, and each file of one place once."""
     found: list[tuple[str, str]] = []
     for file, function in calls:
-        if file.startswith(NET) and any(file == seen for seen, _ in found):
+        if file.startswith(ONE_PLACE) and any(file == seen for seen, _ in found):
             continue
         if found and found[-1][0] == file:
             function = f"{found.pop()[1]}`, `{function}"
@@ -147,7 +150,7 @@ def config_of(path: str, batch: int, plan: str = "backend") -> mb.Config:
     )
 
 
-def image_walk(path: str) -> list[tuple[str, str]]:
+def image_and_sum_walks(path: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     with Trace() as trace:
         mb.train(config_of(path, batch=1), quiet=True)
     # Of training's: the last ones that were read are of the evaluation.
@@ -158,7 +161,8 @@ def image_walk(path: str) -> list[tuple[str, str]]:
     # Where the loss is handed over the image's walk ends and the gradient's begins.
     over = next(i for i, event in enumerate(passing) if event.file.startswith("sync/"))
     calls = [*entered(reading), *entered(handing), *entered(passing[:over])]
-    return visits(calls)
+    updating = entered(calls_of(trace.events, "Layerwise.step")[0])
+    return visits(calls), visits(updating)
 
 
 def traced_worker(path: str) -> list[tuple[str, str]]:
@@ -190,17 +194,23 @@ def files_of(walk: list[tuple[str, str]]) -> list[str]:
 def page() -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = small_pack(Path(folder))
-        image, gradient = image_walk(path), gradient_walk(path)
+        (image, updated), gradient = image_and_sum_walks(path), gradient_walk(path)
     return "\n".join(
         [
-            "# Two walks through the code",
+            "# From a file to the weights",
             "",
-            "Made by `python scripts/walks.py --write`, which traces a real step; a test makes",
-            "them again. A line is a visit: a call that enters a file from another one, or several",
-            "that the other makes one after the other.",
+            "Three walks through the code, one where the other ends, made by",
+            "`python scripts/walks.py --write`, which traces a real step; a test makes them again.",
+            "A line is a visit: a call that enters a file from another one, or several that the",
+            "other makes one after the other. Files that are asked for numbers and are handed",
+            "neither an image nor a gradient are not counted: "
+            + ", ".join(f"`{name}`" for name in ASKED)
+            + ".",
+            "A net and an optimizer are one place each, whose files stand once.",
             "",
             *_walk("An image, from the pack to the loss", image),
             *_walk("A gradient, from its hook into another worker's sum", gradient),
+            *_walk("The sum, into the weights", updated),
         ]
     )
 
