@@ -2,6 +2,7 @@
 share."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -216,33 +217,45 @@ def test_updates_too_small_for_half_reach_the_masters():
     assert net.weight.item() == 1 + 2.0**-9
 
 
-def test_lars_on_masters_is_right_where_half_precision_fails_as_jia_says():
-    """The local rate of a small gradient leaves fp16's range, and an update computed in fp16 is
-    lost or infinite; LARS on the masters, from the same half weights and gradients, is right."""
+# Of a weight's gradient, an element: below what a loss scale is there for, usual, and above it.
+@pytest.mark.parametrize(("size", "half_rate"), [(1e-6, math.inf), (1e-2, None), (30.0, 0.0)])
+def test_lars_on_masters_is_right_where_half_precision_fails_as_jia_says(size, half_rate):
+    """The layer's rate, computed in fp16, leaves its range at both ends: squares of small gradients
+    are 0 and the rate is infinite, those of large ones are infinite and the rate is 0. LARS on the
+    masters, and on the half weights themselves, is right from the same numbers."""
     torch.manual_seed(0)
     net = nn.Linear(64, 64, bias=False)
     with torch.no_grad():
         net.weight.copy_((torch.randn(64, 64) * 0.05).half())
     masters = Masters(net, Config(precision="fp16", half_weights=True))
     weight, twin = net.weight, masters.of(net.weight)
-    # Of the size that a loss scale is there for: 1e-6 a weight.
-    gradient = (torch.randn(64, 64) * 1e-6).half()
+    gradient = (torch.randn(64, 64) * size).half()
 
-    def update(w, g, trust=0.001, lr=10.0, decay=1e-5):
-        squares_w, squares_g = (w * w).sum(), (g * g).sum()
-        ratio = trust * squares_w.sqrt() / (squares_g.sqrt() + decay * squares_w.sqrt())
-        return lr * ratio * (g + decay * w)
+    def rate(w, g, trust=0.001):
+        return trust * (w * w).sum().sqrt() / (g * g).sum().sqrt()
+
+    exact = float(rate(weight.detach().double(), gradient.double()))
+    in_half = rate(weight.detach(), gradient)
+    assert in_half.dtype == torch.float16
+    if half_rate is None:
+        assert float(in_half) == pytest.approx(exact, rel=0.01)
+    else:
+        assert float(in_half) == half_rate and 1e-6 < exact < 1e6
 
     before = twin.detach().double()
-    exact = update(before, gradient.double())
-    half = update(weight.detach(), gradient)
-    groups = masters.groups(parameter_groups(net, weight_decay=1e-5))
     twin.grad = gradient.float()
-    LARS(groups, lr=10.0, momentum=0.0).step()
-    found = before - twin.detach().double()
-    assert ((found - exact).norm() / exact.norm()) < 1e-5
-    assert not ((half.double() - exact).norm() / exact.norm() < 0.2)
-    assert (gradient * gradient == 0).float().mean() > 0.9  # its norm underflows to 0
+    on_masters = LARS(
+        masters.groups(parameter_groups(net, weight_decay=0.0)), lr=10.0, momentum=0.0
+    )
+    on_masters.step()
+    moved = before - twin.detach().double()
+    assert float(moved.norm() / gradient.double().norm()) == pytest.approx(10 * exact, rel=1e-5)
+    alone = nn.Parameter(weight.detach().clone())
+    alone.grad = gradient
+    on_halves = LARS([alone], lr=10.0, momentum=0.0, weight_decay=0.0)
+    on_halves.step()
+    assert alone.dtype == torch.float16
+    assert float(on_halves.ratios[alone].ratio) == pytest.approx(exact, rel=1e-5)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_a_diagnosis(tmp_path):

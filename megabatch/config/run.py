@@ -80,8 +80,8 @@ class Config:
     bn_momentum: float = setting(0.1, above=0, most=1)
     """weight of the present step in the moving averages of batch norm (1: no moving average)"""
     bn_recompute: int = setting(0, least=0, most=IMAGES)
-    """before an evaluation, compute batch norm's statistics anew over so many training images (0:
-    evaluate with the moving averages)"""
+    """before an evaluation, compute batch norm's statistics anew over so many training images, more
+    than an epoch's by other crops of them (0: evaluate with the moving averages)"""
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = setting("fp32")
     """of activations; bf16 and fp16 by autocast, weights and optimizer in fp32"""
     half_weights: bool = setting(False)
