@@ -116,7 +116,10 @@ def _train(
             folder.write("classes.json", list(train_set.class_names))
 
         if not passage.again:
-            log.table(config.derived(images, cluster.world), f"megabatch train {config.name}")
+            log.table(
+                config.derived(images, cluster.world, cluster.grid),
+                f"megabatch train {config.name}",
+            )
         counts = {"held_out": len(val_set), "steps": state.steps, "world": cluster.world}
         recent = () if held is None else held.recent
         log.begin(images, state.seen, folder.for_log, recent, **counts)

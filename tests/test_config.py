@@ -320,6 +320,16 @@ def test_the_rate_is_scaled_by_the_rule_that_is_set(scaling, peak, grown, formul
     assert f"rate x {grown}," in said["batch from epoch 5"][1]
 
 
+def test_the_table_says_on_which_grid_a_plan_sums():
+    def how(plan, grid):
+        config = replace(PLAIN, plan=plan).check()
+        return next(row[2] for row in config.derived(1000, 4, grid) if row[0] == "plan")
+
+    assert how("torus", (2, 2)).endswith("; on a grid of 2 x 2")
+    assert how("torus", (1, 4)).endswith("; on a grid of 1 x 4, one row: --grid makes more")
+    assert "grid" not in how("ring", (1, 4)) and "grid" not in how("torus", None)
+
+
 def test_the_rate_follows_the_batch_or_not():
     config = replace(PLAIN, stages=(Stage(5, 256),), lr=LearningRate(warmup=0, decay="constant"))
     assert config.lr_at(6, batch=256) == 4 * config.lr_at(1)

@@ -195,7 +195,9 @@ class Config:
         lr = self.lr.stretched(stretch)
         return replace(self, epochs=epochs, batch=batch, lr=lr, stages=stages)
 
-    def derived(self, images: int, world: int) -> list[tuple[str, str, str]]:
+    def derived(
+        self, images: int, world: int, grid: tuple[int, int] | None = None
+    ) -> list[tuple[str, str, str]]:
         """What follows from the configuration: rows of (name, value, formula)."""
         stages = self.all_stages
         steps, seen = count_steps(stages, images, self.epochs)
@@ -236,9 +238,9 @@ class Config:
         rows.append(("steps in all", f"{steps:,}", f"until {self.epochs:g} x {images} are seen"))
         rows.append(("images in all", f"{seen:,}", "sum of the batches"))
         rows.append(("evaluation sees", *self.data.evaluation_sees()))
-        return rows + self._summed(world)
+        return rows + self._summed(world, grid)
 
-    def _summed(self, world: int) -> list[tuple[str, str, str]]:
+    def _summed(self, world: int, grid: tuple[int, int] | None) -> list[tuple[str, str, str]]:
         """How a plan sums gradients over workers, or why it gives way; no row without a plan."""
         if self.plan == "backend":
             return []
@@ -253,6 +255,9 @@ class Config:
         if self.plan == "hybrid":
             choice = self.hybrid
             how += f"; {choice.small} up to {choice.threshold_mb:g} MB, then {choice.large}"
+        if grid is not None and self.plan != "ring":
+            how += f"; on a grid of {grid[0]} x {grid[1]}"
+            how += ", one row: --grid makes more" if grid[0] == 1 else ""
         return [("plan", self.plan, how)]
 
     # --- contradictions ------------------------------------------------------------------------
