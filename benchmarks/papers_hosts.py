@@ -96,12 +96,13 @@ def main():
     flags.add_argument("--micro", type=int, default=2)
     flags.add_argument("--rate", default="400mbit")
     flags.add_argument("--hosts", type=int, default=4)
+    flags.add_argument("--workers", type=int, default=1, help="of a host, in the ablation")
     flags.add_argument("--steps", type=int, default=8)
     flags.add_argument("--turns", type=int, default=3)
     flags.add_argument("--json", type=Path)
     flags = flags.parse_args()
     if flags.what == "ablation":
-        cases = {name: (flags.hosts, 1, *how) for name, how in ABLATION.items()}
+        cases = {name: (flags.hosts, flags.workers, *how) for name, how in ABLATION.items()}
     else:
         cases = {f"{n} workers": (n, 1, "three_phase", "fp32", 25.0) for n in (1, 2, 4, 8)}
     taken = {name: [] for name in cases}

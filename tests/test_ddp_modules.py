@@ -331,6 +331,12 @@ def train_in_a_group(cluster):
     mb.train(config, cluster=Cluster.from_env(device="cpu", group=group), quiet=True)
 
 
+def closed(cluster):
+    sync = GradSync(cluster, plan="torus:ring")
+    sync.close()
+    sync.attach(DistributedDataParallel(Net()))
+
+
 def wrong_wire(cluster):
     GradSync(cluster, wire="fp8")
 
@@ -343,6 +349,7 @@ SENTENCES = {
     compiled_ddp: "not OptimizedModule: .* compile the net, not the wrapper",
     twice: "this module has a GradSync already",
     two_modules: "this GradSync is attached already",
+    closed: "this GradSync is closed: make another",
     another_hook: "has one already: .*can only be called once",
     another_device: "this module is on cpu and meta, but the cluster on cpu",
     alone: "sums over workers 0, 1, but the cluster has workers [01]: make the cluster when torch",

@@ -64,6 +64,7 @@ class GradSync:
         )
         self._side = torch.cuda.Stream(cluster.device) if cluster.device.type == "cuda" else None
         self._hook: _Hook | None = None
+        self._closed = False
         self.choice = self._sender.choice
 
     @property
@@ -105,6 +106,7 @@ class GradSync:
         if self._hook is not None:
             self._hook.sync = None
         self._sender.close()
+        self._closed = True
 
     def _check(self, model: DistributedDataParallel) -> None:
         if not isinstance(model, DistributedDataParallel):
@@ -112,6 +114,8 @@ class GradSync:
                 f"attach takes a DistributedDataParallel module, not {type(model).__name__}: wrap "
                 f"the net in it first, and compile the net, not the wrapper"
             )
+        if self._closed:
+            raise UserError("this GradSync is closed: make another")
         if self._hook is not None:
             raise UserError("this GradSync is attached already: a module has one of its own")
         cluster = self._cluster
