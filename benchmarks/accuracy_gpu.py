@@ -18,8 +18,8 @@ from pathlib import Path
 from machine import on_gpu, so_far
 
 import megabatch as mb
-from megabatch import passes
 from megabatch.config import OptimizerConfig
+from megabatch.passes import kinds as passes
 
 WAYS = ("kernels", "plain, compiled")
 

@@ -34,10 +34,10 @@ from megabatch.data.loader import MicroBatch
 from megabatch.parts import assemble, prepared
 from megabatch.plans import PLANS, through
 from megabatch.plans.phase import VIAS
-from megabatch.process import compute_settings
 from megabatch.step import train_step
 from megabatch.sync.ddp import GradSync
 from megabatch.sync.execute import Pipeline
+from megabatch.workers.process import compute_settings
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (1, 7, 1009, 300_007)

@@ -20,11 +20,11 @@ from megabatch.errors import (
     nearest,
     printable,
 )
-from megabatch.place import under_launcher
-from megabatch.stopping import keep_stop_requests
-from megabatch.streams import lead_nowhere, prepare
+from megabatch.host.stopping import keep_stop_requests
+from megabatch.host.streams import lead_nowhere, prepare
 from megabatch.verbs.examples import show_examples
 from megabatch.version import __version__
+from megabatch.workers.place import under_launcher
 
 # Each verb is a module of megabatch.verbs with a function run(arguments) -> exit status.
 VERBS = {

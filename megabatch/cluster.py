@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megabatch.elastic.connecting import connecting
 from megabatch.errors import UserError, nearest
-from megabatch.place import Place, grid_of, launcher_of, place_by
-from megabatch.rendezvous import meet, within
+from megabatch.workers.place import Place, grid_of, launcher_of, place_by
+from megabatch.workers.rendezvous import meet, within
 
 if TYPE_CHECKING:
     import torch

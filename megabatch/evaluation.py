@@ -20,13 +20,13 @@ from megabatch.errors import UserError
 from megabatch.own import check_model, whose
 from megabatch.parts import prepared
 from megabatch.precision import full_dtype, halved
-from megabatch.process import compute_settings
 from megabatch.runs import checkpoint
 from megabatch.runs.begun import check_run
 from megabatch.runs.progress import counted, counting, say, to_people
 from megabatch.runs.trained import class_names
 from megabatch.runs.verdict import idle_workers
 from megabatch.step import score
+from megabatch.workers.process import compute_settings
 
 
 def evaluate(

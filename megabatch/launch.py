@@ -17,9 +17,9 @@ from megabatch.elastic.link import Dismissed, attach
 from megabatch.elastic.supervisor import Losses, OnWorld, Supervisor
 from megabatch.elastic.waking import attendants, attendants_awake
 from megabatch.errors import RunFailed, UserError
-from megabatch.scratch import scratch
-from megabatch.stopping import SIGNALS, answering, keep_stop_requests, take_stop_requests
-from megabatch.streams import prepare
+from megabatch.host.scratch import scratch
+from megabatch.host.stopping import SIGNALS, answering, keep_stop_requests, take_stop_requests
+from megabatch.host.streams import prepare
 
 # Imported once in the server that workers are forked from: four workers start in under a second.
 # Imports only; neither CUDA nor OpenMP survives a fork, so no tensor is touched there.

@@ -18,12 +18,12 @@ from megabatch.config import Config
 from megabatch.ema import WeightAverage
 from megabatch.errors import UserError
 from megabatch.finetune import begin_from
-from megabatch.graphs import CapturedPass, captured
 from megabatch.keyed import Dropout, key_dropout
 from megabatch.models.resnet import open_blocks
 from megabatch.models.zoo import is_foreign
 from megabatch.optim import Layerwise, build, parameter_groups
-from megabatch.passes import Pass, choose
+from megabatch.passes.graphs import CapturedPass, captured
+from megabatch.passes.kinds import Pass, choose
 from megabatch.precision import LossScale, Masters, full_dtype
 from megabatch.sync.buckets import GradientSum
 

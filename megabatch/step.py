@@ -23,7 +23,7 @@ from megabatch.config import Config
 from megabatch.data.loader import MicroBatch
 from megabatch.keyed import Purpose, keyed
 from megabatch.parts import Parts
-from megabatch.passes import logits_of
+from megabatch.passes.kinds import logits_of
 from megabatch.precision import autocast, full_dtype
 from megabatch.sync.arriving import Arriving
 from megabatch.sync.control import COUNTS, Control, StepNumbers, counts, without_stop

@@ -20,10 +20,10 @@ from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.data.source import Source
 from megabatch.elastic.worlds import Passage, in_worlds
+from megabatch.host.stopping import stop_requests
 from megabatch.own import checked, whose
 from megabatch.parts import assemble, prepared
 from megabatch.precision import full_dtype
-from megabatch.process import compute_settings
 from megabatch.runs.diagnosis import divergence
 from megabatch.runs.folder import RunFolder, State
 from megabatch.runs.listening import Logger, Theirs, check_loggers
@@ -32,7 +32,7 @@ from megabatch.runs.memory import Memory, compared, copied
 from megabatch.runs.progress import say, to_people
 from megabatch.runs.verdict import Facts, bold_rate, few_steps, idle_workers
 from megabatch.step import train_step
-from megabatch.stopping import stop_requests
+from megabatch.workers.process import compute_settings
 
 
 def train(

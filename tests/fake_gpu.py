@@ -3,7 +3,7 @@ pool, and graphs that compute anew. A capture that fails leaves behind what torc
 
 import torch
 
-from megabatch.graphs import CapturedPass
+from megabatch.passes.graphs import CapturedPass
 
 
 class FakeStream:

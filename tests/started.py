@@ -5,8 +5,8 @@ import signal
 import time
 from pathlib import Path
 
-from megabatch import stopping
-from megabatch.stopping import stop_requests
+from megabatch.host import stopping
+from megabatch.host.stopping import stop_requests
 
 LONG_SECONDS = 10_000
 ONE_REQUEST_SECONDS = 5.0

@@ -22,8 +22,8 @@ from megabatch.chaos.faults import KINDS, Ask, Damage, Fill, Kill, Stop, schedul
 from megabatch.chaos.job import TrainingJob, small_disk
 from megabatch.chaos.rounds import disturbed, undisturbed
 from megabatch.cli import main
-from megabatch.durable import write_whole
 from megabatch.errors import INTERRUPTED, RunFailed
+from megabatch.host.durable import write_whole
 from megabatch.verbs.chaos import put_away
 
 STEPS = 40
@@ -229,7 +229,7 @@ def test_a_chaos_that_is_told_to_end_leaves_nothing_behind(number, short_tmp):
 HOLDING = """
 import sys
 from megabatch.chaos.job import TrainingJob, small_disk
-from megabatch.scratch import DISK, scratch
+from megabatch.host.scratch import DISK, scratch
 with small_disk(scratch() / DISK, 1 << 20) as disk:
     job = TrainingJob([sys.executable, "-c", "import time; time.sleep(1000)"], scratch() / "run")
     job.start(resume=False)
@@ -250,7 +250,7 @@ def test_a_killed_chaos_takes_its_job_along_and_the_next_process_lets_go_of_its_
     mounts = Path("/proc/self/mounts").read_text
     assert (left in mounts()) == (mounted == "True")
     os.utime(left, (0, 0))  # it is no longer young
-    looking = "from megabatch.scratch import scratch; scratch()"
+    looking = "from megabatch.host.scratch import scratch; scratch()"
     subprocess.run([sys.executable, "-c", looking], env=environ, check=True)
     assert left not in mounts()
     assert [*short_tmp.iterdir()] == []

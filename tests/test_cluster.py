@@ -20,7 +20,7 @@ from waiting import PATIENCE_SECONDS
 from megabatch.cluster import Cluster
 from megabatch.errors import UserError, WorkerFailed
 from megabatch.launch import run_local
-from megabatch.place import LAUNCHERS, grid_of, place_by, under_launcher
+from megabatch.workers.place import LAUNCHERS, grid_of, place_by, under_launcher
 
 BIN = Path(sys.executable).parent
 

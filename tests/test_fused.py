@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch import passes
 from megabatch.batch import Step
 from megabatch.batchnorm import SpanBatchNorm, use_spans
 from megabatch.bench.step import one_worker
@@ -16,6 +15,7 @@ from megabatch.config import Config, Data, OptimizerConfig
 from megabatch.data.loader import MicroBatch
 from megabatch.models.resnet import BasicBlock, Bottleneck, ResNet
 from megabatch.parts import assemble, prepared
+from megabatch.passes import kinds as passes
 from megabatch.step import train_step
 from megabatch.sync.control import StepNumbers
 

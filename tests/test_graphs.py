@@ -16,9 +16,9 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.loader import MicroBatch
 from megabatch.errors import UserError
-from megabatch.graphs import CapturedPass, captured
 from megabatch.parts import assemble, prepared
-from megabatch.passes import FusedPass, PlainPass
+from megabatch.passes.graphs import CapturedPass, captured
+from megabatch.passes.kinds import FusedPass, PlainPass
 from megabatch.precision import full_dtype
 from megabatch.step import train_step
 from megabatch.sync.buckets import GradientSum

@@ -17,8 +17,8 @@ from waiting import PATIENCE_SECONDS, gone, running, state, until
 from megabatch.cluster import Cluster
 from megabatch.elastic.processes import children
 from megabatch.errors import UserError, WorkerFailed
+from megabatch.host.stopping import SIGNALS
 from megabatch.launch import run_local
-from megabatch.stopping import SIGNALS
 
 
 def test_the_result_is_the_first_workers_and_all_of_them_ran(tmp_path):

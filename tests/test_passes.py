@@ -7,10 +7,10 @@ from torch import nn
 from megabatch import kernels
 from megabatch.batchnorm import MovingAverages, use_spans
 from megabatch.cluster import Cluster
-from megabatch.compiling import compile_net
 from megabatch.config import Config
 from megabatch.models.resnet import resnet18, resnet50
-from megabatch.passes import PlainPass, choose, fusable
+from megabatch.passes.compiling import compile_net
+from megabatch.passes.kinds import PlainPass, choose, fusable
 
 # What torch imports for its compiler warns.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -22,8 +22,8 @@ from waiting import PATIENCE_SECONDS, until
 
 from megabatch import cli
 from megabatch.cluster import Cluster
-from megabatch.durable import write_whole
 from megabatch.errors import RunFailed, UserError
+from megabatch.host.durable import write_whole
 from megabatch.launch import run_local
 from megabatch.runs import checkpoint, folder, record
 from megabatch.runs.folder import RunFolder, State
@@ -174,7 +174,7 @@ def test_files_have_the_permissions_that_the_umask_gives(tmp_path):
 HOLDS = """
 import json, os, sys, time
 from pathlib import Path
-from megabatch.durable import lock
+from megabatch.host.durable import lock
 held = lock(Path(sys.argv[1]), lambda: json.dumps({"pid": os.getpid(), "host": "h", "since": "s"}))
 print("held", flush=True)
 time.sleep(1000)
@@ -486,7 +486,7 @@ def test_sigterm_while_a_run_starts_ends_it_with_a_checkpoint(workers, tmp_path,
 
 SCRATCH = """
 import multiprocessing.util, sys
-from megabatch.scratch import scratch
+from megabatch.host.scratch import scratch
 print(scratch(), multiprocessing.util.get_temp_dir(), flush=True)
 sys.stdin.read()
 """

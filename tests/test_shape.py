@@ -18,24 +18,23 @@ MODULES = {
 }
 TORCH_FREE = [
     "errors", "version", "config", "plans.names", "schedule", "batch", "tree", "plans", "recipes",
-    "models", "noise", "optim", "planner", "place", "cluster", "elastic.supervisor", "launch",
-    "cli", "verbs.train", "verbs.plan",
+    "models", "noise", "optim", "planner", "workers.place", "cluster", "elastic.supervisor",
+    "launch", "cli", "verbs.train", "verbs.plan",
 ]  # fmt: skip
 
 # Each room may import those before it in this list (and its own); nothing goes up.
 LEVELS = [
-    ["errors", "version", "durable", "stopping", "streams"],
-    ["scratch", "schedule", "tree", "plans"],
+    ["errors", "version", "host"],
+    ["schedule", "tree", "plans"],
     ["optim", "kernels"],
     ["batch", "models"],
     ["config"],
-    ["place", "layers", "keyed", "compiling"],
-    ["recipes", "rendezvous", "cluster", "elastic", "launch", "planner"],
+    ["layers", "keyed"],
+    ["recipes", "workers", "cluster", "elastic", "launch", "planner"],
     ["batchnorm", "noise"],
-    ["precision", "finetune", "data", "process", "sync", "own"],
+    ["precision", "finetune", "data", "sync", "own"],
     ["ema", "runs"],
     ["passes"],
-    ["graphs"],
     ["parts"],
     ["step", "recompute", "between_steps"],
     ["training", "evaluation"],

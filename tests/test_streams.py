@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from megabatch.streams import Outlived
+from megabatch.host.streams import Outlived
 
 MEGABATCH = f"exec {sys.executable} -m megabatch.cli"
-PREPARED = "import os, sys; from megabatch.streams import prepare; prepare(); "
+PREPARED = "import os, sys; from megabatch.host.streams import prepare; prepare(); "
 
 
 def shell(line, **environ):

@@ -20,9 +20,9 @@ from megabatch.errors import DONE, UserError
 from megabatch.parts import assemble, prepared
 from megabatch.planner.workload import made_for
 from megabatch.precision import full_dtype
-from megabatch.process import compute_settings
 from megabatch.step import train_step
 from megabatch.verbs.parsing import parse
+from megabatch.workers.process import compute_settings
 
 
 @dataclass(frozen=True)

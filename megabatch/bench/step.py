@@ -34,10 +34,10 @@ from megabatch.planner.machine_file import check_updatable, update
 from megabatch.planner.peak import share_of_peak
 from megabatch.planner.workload import made_for
 from megabatch.precision import HALF
-from megabatch.process import compute_settings
 from megabatch.step import train_step
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.writing import check_out, say, write_out
+from megabatch.workers.process import compute_settings
 
 
 @dataclass(frozen=True)

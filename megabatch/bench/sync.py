@@ -29,7 +29,6 @@ from megabatch.bench.timing import check_seconds
 from megabatch.cluster import Cluster
 from megabatch.errors import DONE, UserError
 from megabatch.launch import run_local
-from megabatch.place import under_launcher
 from megabatch.planner import machine_file
 from megabatch.plans import PLANS
 from megabatch.plans.names import named
@@ -39,6 +38,7 @@ from megabatch.sync.execute import Pipeline
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.workers import check_workers
 from megabatch.verbs.writing import check_out
+from megabatch.workers.place import under_launcher
 
 LIMIT, BACKEND, BEST = "bare TCP ring", "backend", "best plan"
 AUTO, AUTO_HALF = "auto", "auto fp16"

@@ -22,7 +22,7 @@ from typing import Any
 
 from megabatch.elastic.processes import children
 from megabatch.errors import RunFailed
-from megabatch.scratch import inside, let_go_of
+from megabatch.host.scratch import inside, let_go_of
 
 _LAST_LINES = 60
 _TAIL_BYTES = 1 << 16

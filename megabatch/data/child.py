@@ -26,7 +26,7 @@ from megabatch.data.shared import FromArea
 from megabatch.data.slots import Layout, map_slots
 from megabatch.data.source import Writer, for_tuning
 from megabatch.errors import UserError
-from megabatch.stopping import SIGNALS
+from megabatch.host.stopping import SIGNALS
 
 _MOST_WORDS = 2000  # a reply is written in one go, which a pipe does up to 4096 bytes
 _NICE = 5  # the loop that launches kernels goes first

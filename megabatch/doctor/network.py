@@ -11,7 +11,7 @@ from megabatch.doctor import child
 from megabatch.doctor.child import Failed, ask
 from megabatch.doctor.finding import Finding
 from megabatch.errors import UserError
-from megabatch.place import LAUNCHERS, launcher_of, place_by
+from megabatch.workers.place import LAUNCHERS, launcher_of, place_by
 
 LOOPBACK = "127.0.0.1"
 NAME_SECONDS = 15

@@ -24,8 +24,8 @@ from typing import Any
 from megabatch.elastic.link import Standing, World
 from megabatch.elastic.processes import look_at
 from megabatch.errors import RunFailed, UserError, WorkerFailed
-from megabatch.scratch import scratch
-from megabatch.stopping import StopAsked
+from megabatch.host.scratch import scratch
+from megabatch.host.stopping import StopAsked
 
 _LOOK_SECONDS = 1.0
 _OUT_SECONDS = 120.0

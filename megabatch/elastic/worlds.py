@@ -12,7 +12,7 @@ from megabatch.cluster import Cluster
 from megabatch.elastic.connecting import connecting
 from megabatch.elastic.link import Link, LostWorker, Standing, World, supervised
 from megabatch.errors import RunFailed, UserError
-from megabatch.stopping import StopAsked
+from megabatch.host.stopping import StopAsked
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 
 from megabatch.config import Config
-from megabatch.durable import is_plain
 from megabatch.errors import UserError
+from megabatch.host.durable import is_plain
 from megabatch.runs.record import is_run
 
 

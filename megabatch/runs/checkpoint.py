@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from megabatch.durable import open_plain, read_plain, remove, sync, write
 from megabatch.errors import UserError, printable
+from megabatch.host.durable import open_plain, read_plain, remove, sync, write
 
 WEIGHTS = "model.safetensors"
 CHECKPOINTS, BEST = "checkpoints", "best"

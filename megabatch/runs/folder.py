@@ -23,8 +23,8 @@ from typing import Any
 from megabatch.batch import Step
 from megabatch.cluster import Cluster
 from megabatch.config import Config
-from megabatch.durable import is_plain, lock, read_plain, write_whole
 from megabatch.errors import RunFailed, UserError
+from megabatch.host.durable import is_plain, lock, read_plain, write_whole
 from megabatch.noise import NoiseScale, following_batch
 from megabatch.runs import checkpoint
 from megabatch.runs.alive import mark

@@ -23,7 +23,7 @@ from rich.text import Text
 from torch import Tensor
 
 from megabatch.config import Config
-from megabatch.durable import open_plain, replacing
+from megabatch.host.durable import open_plain, replacing
 from megabatch.runs.listening import JsonLines, Logger, TensorBoard
 from megabatch.runs.progress import (
     Bar,

@@ -16,8 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megabatch.durable import is_plain, open_plain, read_plain
 from megabatch.errors import UserError
+from megabatch.host.durable import is_plain, open_plain, read_plain
 from megabatch.runs.alive import gone
 
 STEP_NUMBERS = (

@@ -24,9 +24,9 @@ from megabatch.data.jpeg import BadImage
 from megabatch.data.origins import open_origin
 from megabatch.data.packs.reading import Arena, Pack
 from megabatch.data.source import InMemory
-from megabatch.durable import read_plain
 from megabatch.ema import put_averages
 from megabatch.errors import UserError
+from megabatch.host.durable import read_plain
 from megabatch.runs import checkpoint
 from megabatch.runs.begun import check_run
 

@@ -26,13 +26,13 @@ from megabatch.config import Config
 from megabatch.data.opening import open_sources
 from megabatch.data.resident import on_device
 from megabatch.data.source import Source, for_tuning
-from megabatch.durable import lock, remove
 from megabatch.elastic.link import supervised
 from megabatch.elastic.worlds import Regroup
 from megabatch.errors import RunFailed, UserError
+from megabatch.host.durable import lock, remove
+from megabatch.host.stopping import stop_is_kept
 from megabatch.runs.alive import mark
 from megabatch.runs.progress import Due, clock
-from megabatch.stopping import stop_is_kept
 from megabatch.study.results import read
 from megabatch.study.trials import Plan, Trial, mend_label, state, write_label
 from megabatch.sync.heartbeat import Stalled

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.config import Config
-from megabatch.durable import is_plain, read_plain, write_whole
 from megabatch.errors import UserError
+from megabatch.host.durable import is_plain, read_plain, write_whole
 from megabatch.recipes.by_batch import fitted
 
 RECIPE = "recipe"

@@ -14,12 +14,12 @@ from megabatch.config import Config
 from megabatch.data.named import check_named
 from megabatch.errors import UserError
 from megabatch.models.zoo import check_init
-from megabatch.place import Place, grid_of
 from megabatch.runs.begun import check_place, check_writable
 from megabatch.study.results import read
 from megabatch.study.trials import Plan, is_study, state
 from megabatch.sync.choice import measured
 from megabatch.verbs.workers import gpus
+from megabatch.workers.place import Place, grid_of
 
 
 def check_not_own(config: Config) -> None:

@@ -19,8 +19,8 @@ from megabatch.chaos.job import TrainingJob, small_disk
 from megabatch.chaos.rounds import Outcome, Stop, disturbed, undisturbed
 from megabatch.config import Config
 from megabatch.errors import DONE, FAILED, UserError, nearest
-from megabatch.scratch import DISK, scratch
-from megabatch.stopping import answering
+from megabatch.host.scratch import DISK, scratch
+from megabatch.host.stopping import answering
 from megabatch.verbs.before import check_not_own
 from megabatch.verbs.help import show_help
 from megabatch.verbs.parsing import parse

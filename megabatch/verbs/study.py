@@ -19,7 +19,6 @@ from megabatch.config import Config
 from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import Passage, in_worlds, meet
 from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest
-from megabatch.place import under_launcher
 from megabatch.recipes.by_batch import fitted
 from megabatch.study.arms import ARMS
 from megabatch.study.trials import RECIPE, Plan
@@ -35,6 +34,7 @@ from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.sizing import doubts, recipe_named, sized
 from megabatch.verbs.workers import how_many, on_workers, started_here
 from megabatch.verbs.writing import say, say_result, write_out
+from megabatch.workers.place import under_launcher
 
 _WITHOUT_GPU = 2
 """workers of a machine that has none"""

@@ -18,7 +18,6 @@ from megabatch.config import Config
 from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
 from megabatch.errors import DONE, STOPPED, UserError
-from megabatch.place import place_by, under_launcher
 from megabatch.runs.record import is_run
 from megabatch.verbs.before import (
     check_beginnings,
@@ -39,6 +38,7 @@ from megabatch.verbs.workers import (
     started_here,
 )
 from megabatch.verbs.writing import say, say_result
+from megabatch.workers.place import place_by, under_launcher
 
 _WITHOUT_GPU = 4
 """workers of a machine that has none"""

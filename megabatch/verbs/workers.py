@@ -10,8 +10,8 @@ from typing import Any
 from megabatch.elastic.supervisor import Losses
 from megabatch.errors import UserError
 from megabatch.launch import run_local
-from megabatch.place import place_by, under_launcher
 from megabatch.verbs.writing import say
+from megabatch.workers.place import place_by, under_launcher
 
 _NO_LOSSES = Losses()
 MOST_WORKERS = 1024  # of one machine: more are a slip of the finger

@@ -31,8 +31,8 @@ from megabatch.data.origins import Origin
 from megabatch.data.packs.reading import About
 from megabatch.data.packs.writing import Index, write
 from megabatch.data.source import hold_out_order
-from megabatch.durable import sync
 from megabatch.errors import UserError
+from megabatch.host.durable import sync
 
 PART = 1024
 VAL_SHARE = Data.val_share

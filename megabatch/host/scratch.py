@@ -18,7 +18,7 @@ import time
 from io import FileIO
 from pathlib import Path
 
-from megabatch.durable import is_plain, lock
+from megabatch.host.durable import is_plain, lock
 
 _PREFIX = "megabatch-"
 _LOCK = "lock"

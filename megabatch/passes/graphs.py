@@ -28,7 +28,7 @@ from megabatch.config import Config
 from megabatch.data.loader import MicroBatch
 from megabatch.errors import UserError
 from megabatch.keyed import Dropout
-from megabatch.passes import Found, FusedPass, Pass
+from megabatch.passes.kinds import Found, FusedPass, Pass
 
 _BEFORE_CAPTURE = 3
 _SMALL_PIXELS = 40e6

@@ -11,7 +11,7 @@ from typing import Any
 from megabatch.elastic.link import supervised
 from megabatch.elastic.rounds import agree
 from megabatch.errors import UserError
-from megabatch.place import Place
+from megabatch.workers.place import Place
 
 
 def within(name: str, store: Any) -> Any:

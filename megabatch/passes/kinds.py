@@ -18,10 +18,10 @@ from torch.nn.functional import cross_entropy
 from megabatch import kernels
 from megabatch.batchnorm import MovingAverages, use_spans
 from megabatch.cluster import Cluster
-from megabatch.compiling import compile_net
 from megabatch.config import Config
 from megabatch.errors import UserError
 from megabatch.models.resnet import BasicBlock, Bottleneck, ResNet
+from megabatch.passes.compiling import compile_net
 from megabatch.precision import HALF, autocast, full_dtype
 from megabatch.sync.control import counts
 
