@@ -191,6 +191,13 @@ def files_of(walk: list[tuple[str, str]]) -> list[str]:
     return list(dict.fromkeys(file for file, _ in walk))
 
 
+def places(*walks: list[tuple[str, str]]) -> int:
+    """Files of all walks, the net's as one and the optimizer's as one."""
+    files = {file for walk in walks for file in files_of(walk)}
+    apart = {file for file in files if not file.startswith(ONE_PLACE)}
+    return len(apart) + len({file.startswith("optim/") for file in files - apart})
+
+
 def page() -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = small_pack(Path(folder))
@@ -206,7 +213,8 @@ def page() -> str:
             "neither an image nor a gradient are not counted: "
             + ", ".join(f"`{name}`" for name in ASKED)
             + ".",
-            "A net and an optimizer are one place each, whose files stand once.",
+            "A net and an optimizer are one place each, whose files stand once: so counted, an",
+            f"image passes {places(image, updated)} places on its way into its own worker's weights.",
             "",
             *_walk("An image, from the pack to the loss", image),
             *_walk("A gradient, from its hook into another worker's sum", gradient),
