@@ -214,7 +214,7 @@ def page() -> str:
             + ", ".join(f"`{name}`" for name in ASKED)
             + ".",
             "A net and an optimizer are one place each, whose files stand once: so counted, an",
-            f"image passes {places(image, updated)} places on its way into its own worker's weights.",
+            f"image passes {places(image, updated)} places on its way into its worker's weights.",
             "",
             *_walk("An image, from the pack to the loss", image),
             *_walk("A gradient, from its hook into another worker's sum", gradient),
