@@ -327,7 +327,8 @@ def test_the_table_says_on_which_grid_a_plan_sums():
 
     assert how("torus", (2, 2)).endswith("; on a grid of 2 x 2")
     assert how("torus", (1, 4)).endswith("; on a grid of 1 x 4, one row: --grid makes more")
-    assert "grid" not in how("ring", (1, 4)) and "grid" not in how("torus", None)
+    for plan, grid in (("ring", (1, 4)), ("ring:halving_doubling", (1, 4)), ("torus", None)):
+        assert "grid" not in how(plan, grid)
 
 
 def test_the_rate_follows_the_batch_or_not():

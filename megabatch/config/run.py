@@ -255,7 +255,7 @@ class Config:
         if self.plan == "hybrid":
             choice = self.hybrid
             how += f"; {choice.small} up to {choice.threshold_mb:g} MB, then {choice.large}"
-        if grid is not None and self.plan != "ring":
+        if grid is not None and not self.plan.startswith("ring"):
             how += f"; on a grid of {grid[0]} x {grid[1]}"
             how += ", one row: --grid makes more" if grid[0] == 1 else ""
         return [("plan", self.plan, how)]

@@ -292,9 +292,7 @@ class OwnData(Source):
                 label = values.reshape(-1)[0]
             elif values.dtype.kind in "buif" and values.ndim == 1 and _one_hot(values):
                 label = values.argmax()
-        if isinstance(
-            label, numpy.bool_
-        ):  # no number to Python, which takes its own bools for some
+        if isinstance(label, numpy.bool_):  # which is no number to Python, while its own bools are
             label = bool(label)
         if not isinstance(label, numbers.Real) or not float(label).is_integer():
             raise self._wrong(
