@@ -116,17 +116,19 @@ def _grow(config: Config) -> Config:
 
 
 def _follow_noise(config: Config) -> Config:
-    """From a quarter of the batch up to twice the batch; the rate goes with it. A step of one pass
-    tells no noise, so the least batch is of eight, or of as many as it has spans."""
+    """From a quarter of the batch up to twice the batch; the rate goes with it, but for Muon's, which
+    is a share of the weights at any batch. A step of one pass tells no noise, so the least batch is
+    of eight, or of as many as it has spans."""
     first = max(2, config.batch // 4 // config.span) * config.span
     if first > config.batch:
         return config
     most = first << max(0, (2 * config.batch // first).bit_length() - 1)
     micro = max(1, min(config.micro, first // _NOISE_PASSES) // config.span) * config.span
-    share = first / config.batch
+    follows = config.optimizer.name != "muon"
+    share = first / config.batch if follows else 1.0
     kept = _rate(reference=config.lr.peak(config.batch) * share, per=None)(config)
     noise = replace(config.noise, follow=True, least=first, most=most)
-    return replace(kept, batch=first, micro=micro, noise=noise, rate_follows_batch=True)
+    return replace(kept, batch=first, micro=micro, noise=noise, rate_follows_batch=follows)
 
 
 def _span(images: int) -> Callable[[Config], Config]:
