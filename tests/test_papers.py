@@ -138,10 +138,10 @@ def test_the_studies_of_tiny_imagenet_compare_what_the_page_says():
     goyal, three, alexnet = map(configs_of, ON_TINY)
     assert set(goyal) == {"recipe", "no_warmup", "constant_warmup", "fixed_rate", "sqrt_rate"}
     assert {c.lr.peak(4096) for c in goyal.values() if c.batch == 4096} == {1.6, 0.1, 0.4}
-    assert set(three) == {"recipe", "lars", "sgd", "decay_all", "grow"}
+    assert set(three) == {"recipe", "sgd", "decay_all", "grow", "no_warmup"}
     assert three["sgd"].optimizer.trust is None
-    lars = three["lars"].optimizer
-    assert (lars.name, lars.trust, three["lars"].lr.peak(4096)) == ("lars", 0.001, 24)
+    lars = three["recipe"].optimizer
+    assert (lars.name, lars.trust, three["recipe"].lr.peak(4096)) == ("lars", 0.001, 24)
     for config in (*goyal.values(), *three.values()):
         assert (config.model, config.data.size, config.epochs) == ("resnet18", 64, 30)
     # Caffe's rate in proportion; LARS's of the paper at 4,096.

@@ -220,9 +220,12 @@ def test_a_batch_that_follows_the_noise_has_passes_enough_to_tell_it(recipe, bat
     assert passes == min(8, spans) >= 2
     assert config.batch == config.noise.least <= max(batch // 4, 2 * config.span)
     assert config.noise.most == 2 * batch
+    # In proportion to the batch; Muon's is a share of the weights at any batch.
+    times = 1 if config.optimizer.name == "muon" else config.batch / batch
     assert config.lr_at(15, config.batch) == pytest.approx(
-        plan.configs[RECIPE, batch].lr_at(15, batch) * config.batch / batch
+        plan.configs[RECIPE, batch].lr_at(15, batch) * times
     )
+    assert config.rate_follows_batch == (config.optimizer.name != "muon")
 
 
 def test_spans_that_a_batch_is_not_made_of_are_no_arm():
