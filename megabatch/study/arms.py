@@ -116,9 +116,9 @@ def _grow(config: Config) -> Config:
 
 
 def _follow_noise(config: Config) -> Config:
-    """From a quarter of the batch up to twice the batch; the rate goes with it, but for Muon's, which
-    is a share of the weights at any batch. A step of one pass tells no noise, so the least batch is
-    of eight, or of as many as it has spans."""
+    """From a quarter of the batch up to twice the batch; the rate goes with it, but for Muon's,
+    which is a share of the weights at any batch. A step of one pass tells no noise, so the least
+    batch is of eight, or of as many as it has spans."""
     first = max(2, config.batch // 4 // config.span) * config.span
     if first > config.batch:
         return config
