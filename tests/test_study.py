@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import statistics
 import sys
@@ -29,6 +30,7 @@ from megabatch.errors import DONE, FAILED, STOPPED, RunFailed, UserError
 from megabatch.launch import run_local
 from megabatch.models.resnet import open_blocks
 from megabatch.recipes.by_batch import fitted
+from megabatch.report.differences import differences
 from megabatch.report.figure import arm_figure, error_figure
 from megabatch.report.study import study_page
 from megabatch.report.study_rows import table_lines
@@ -38,7 +40,7 @@ from megabatch.study import sweep
 from megabatch.study.arms import ARMS
 from megabatch.study.reading import reading
 from megabatch.study.results import read
-from megabatch.study.spread import difference, mean, quantile
+from megabatch.study.spread import Mean, difference, mean, quantile
 from megabatch.study.trials import RECIPE, Plan, Trial, state, write_label
 from megabatch.verbs.study import read_flags, study_here
 
@@ -751,7 +753,34 @@ def test_an_arm_and_the_recipe_are_one_picture(study):
     (_, first), (_, last) = recipe[0], recipe[-1]
     share = (worse[-1][1] - first) / (last - first)
     assert share == pytest.approx((0.805 - 0.905 / 4) / (0.905 - 0.905 / 4), abs=0.005)
-    assert study_page(study).count("Arms at 256") == 2  # top-1, and the training loss beside it
+    # Differences to the recipe, then top-1 by epoch, and the training loss beside it.
+    assert study_page(study).count("Arms at 256") == 3
+
+
+def test_arms_stand_by_their_distance_to_the_recipe():
+    found = {"low": Mean(-3.0, 0.5, 3), "one seed": Mean(1.0, math.nan, 1), "<high>": Mean(2, 1, 3)}
+    drawn = differences("Arms", {**found, "failed": Mean(math.nan, math.nan, 0)}, "points")
+    names = re.findall(r"<span>([^<]*)</span>", drawn)
+    assert names == ["&lt;high&gt;", "one seed", "low"]
+    assert re.findall(r'class="n">([^<]*)<', drawn) == ["+2.00 ± 1.00", "+1.00", "-3.00 ± 0.50"]
+    places = [float(at) for at in re.findall(r'class="at" style="left:([\d.]+)%', drawn)]
+    (zero,) = {float(at) for at in re.findall(r'class="zero" style="left:([\d.]+)%', drawn)}
+    by_point = (places[0] - places[2]) / 5
+    assert [(at - zero) / by_point for at in places] == pytest.approx([2, 1, -3], abs=0.01)
+    widths = [float(wide) for wide in re.findall(r"width:([\d.]+)%", drawn)]
+    assert [wide / by_point for wide in widths] == pytest.approx([2, 0, 1], abs=0.01)
+    assert differences("Arms", {"failed": Mean(math.nan, math.nan, 0)}, "points") == ""
+
+
+def test_many_arms_at_one_batch_are_drawn_few_at_a_time(tmp_path):
+    arms = [f"arm{number}" for number in range(10)]
+    for arm in (RECIPE, *arms):
+        made_up_run(tmp_path, 64, 0, 0.5, arm=arm)
+    found = read(tmp_path)
+    drawn = study_page(found)
+    assert drawn.count("Arms at 64") == 1 + 2 * 2  # seven beside the recipe, then three
+    assert "<figcaption>Error<" not in drawn and "Error against batch" in drawn
+    assert reading(found).endswith(f"One seed tells nothing of {', '.join(arms)} at 64.")
 
 
 def test_an_arm_that_diverges_is_drawn_as_far_as_it_came(study, tmp_path):

@@ -18,7 +18,7 @@ def error_figure(study: Study, title: str) -> str:
     """Top-1 error against batch, with 95 % intervals over seeds; empty where no run has
     finished."""
     cells = [cell for cell in study.cells if cell.finished]
-    arms = list(dict.fromkeys(c.arm for c in cells if _is_line(cells, c)))
+    arms = study.lines
     lines = [_errors(arm, [cell for cell in cells if cell.arm == arm]) for arm in arms]
     batches = sorted({cell.batch for cell in cells if cell.arm in arms})
     x = batch_axis(batches)
@@ -64,11 +64,6 @@ def _errors(arm: str, cells: list[Cell]) -> DottedLine:
     ]
     points = [(place, one.value) for place, one in zip(places, found, strict=True)]
     return DottedLine(arm, points, [one.half for one in found], singles)
-
-
-def _is_line(cells: list[Cell], cell: Cell) -> bool:
-    """The recipe, and arms that ran at several batches."""
-    return cell.arm == RECIPE or sum(other.arm == cell.arm for other in cells) > 1
 
 
 def _percent(value: float) -> str:

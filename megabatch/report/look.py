@@ -180,6 +180,13 @@ max-width:230px;display:grid;grid-auto-rows:var(--row)}
 .heat .names span{overflow:hidden;text-overflow:ellipsis;white-space:nowrap;text-align:right;
 direction:rtl;line-height:var(--row)}
 .heat .plot{margin:0 0 20px;height:auto}
+.versus{display:grid;grid-template-columns:max-content minmax(0,1fr) max-content;
+gap:0 14px;align-items:center;font-size:13px;margin-top:8px}
+.versus .n{padding:0}.track{position:relative;height:22px}.track i{position:absolute}
+.track .zero{top:0;bottom:0;border-left:1px dashed var(--soft)}
+.track .reach{top:50%;border-top:1.5px solid var(--c0);opacity:.75}
+.track .at{top:50%;width:9px;height:9px;border-radius:50%;background:var(--c0);
+transform:translate(-50%,-50%)}
 .scroll{overflow-x:auto;margin:12px 0;background:var(--card);
 border:1px solid var(--line);border-radius:10px}
 table{border-collapse:collapse;width:100%;font-size:14px}

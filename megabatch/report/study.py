@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from megabatch.report.against import Points, against_batch
 from megabatch.report.charts import Curve, chart
-from megabatch.report.look import Section, dot, page, table, text
+from megabatch.report.differences import differences
+from megabatch.report.look import RUN_COLOURS, Section, dot, page, table, text
 from megabatch.report.numbers import UNKNOWN, count, duration, percent
 from megabatch.report.pointing import SCRIPT
 from megabatch.report.settings import environment, settings
@@ -75,12 +76,14 @@ def _errors_note(study: Study) -> str:
 def _errors(study: Study, colours: dict[str, int]) -> str:
     base = study.baseline
     level = 1 - mean(base.top1s).value if base is not None else math.nan
-    lines = [_error_line(study, arm, at) for arm, at in colours.items()]
+    lines = [_error_line(study, arm, colours[arm]) for arm in study.lines]
     drawn = against_batch("Error", lines, "top-1 error", percent=True, level=level, wide=True)
     if not drawn:
         return ""
-    key = "".join(f"<span>{dot(at)}{text(arm)}</span>" for arm, at in colours.items())
-    key = f'<div class="key">{key}</div>' if len(colours) > 1 else ""
+    if len(study.batches) == 1:
+        drawn = ""  # a dot on its own level
+    key = "".join(f"<span>{dot(colours[arm])}{text(arm)}</span>" for arm in study.lines)
+    key = f'<div class="key">{key}</div>' if len(lines) > 1 else ""
     heads = ("", "batch", "seeds", "top-1", "95 %", "to the baseline", "95 %", "steps")
     rows = [
         (
@@ -174,7 +177,17 @@ def _arms(study: Study) -> str:
             )
         )
     heads = ("arm", "what it switches", "batch", "seeds", "top-1", "to the recipe", "95 %")
-    return table(heads, rows, words=2)
+    drawn = "".join(_versus_recipe(study, batch) for batch in study.batches)
+    return f'<div class="charts">{drawn}</div>{table(heads, rows, words=2)}'
+
+
+def _versus_recipe(study: Study, batch: int) -> str:
+    found = {
+        cell.arm: study.against_recipe(cell)
+        for cell in study.cells
+        if cell.batch == batch and cell.arm != RECIPE
+    }
+    return differences(f"Arms at {batch:,}", found, "points of top-1 to the recipe")
 
 
 # --- curves and time ---------------------------------------------------------------------------
@@ -195,10 +208,17 @@ def _curves(study: Study) -> str:
 
 
 def _compared(study: Study, batch: int) -> str:
-    """The arms at one batch, epoch by epoch: what they know and what they lose."""
-    cells = study.to_compare(batch)
-    if not cells:
-        return ""
+    """The arms at one batch, epoch by epoch, each few of them beside the recipe: more lines than
+    colours would tell nothing."""
+    recipe = [cell for cell in study.to_compare(batch) if cell.arm == RECIPE]
+    arms = [cell for cell in study.to_compare(batch) if cell.arm != RECIPE]
+    few = RUN_COLOURS - len(recipe)
+    groups = [[*recipe, *arms[first : first + few]] for first in range(0, len(arms), few)]
+    return "".join(_learning(batch, cells) for cells in groups)
+
+
+def _learning(batch: int, cells: Sequence[Cell]) -> str:
+    """What the runs of some cells know, and what they lose."""
     known = [_curve(cell.title, at, cell) for at, cell in enumerate(cells)]
     lost = [
         Curve(cell.title, at, [x for x, _ in cell.losses], [y for _, y in cell.losses], "smooth")

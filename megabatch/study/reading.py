@@ -102,7 +102,11 @@ def _arms(study: Study) -> Iterator[str]:
 
 
 def _listed(cells: list[Cell]) -> str:
-    return ", ".join(f"{cell.arm} at {cell.batch:,}" for cell in cells)
+    """Arms by batch."""
+    by_batch: dict[int, list[str]] = {}
+    for cell in cells:
+        by_batch.setdefault(cell.batch, []).append(cell.arm)
+    return "; ".join(f"{', '.join(arms)} at {batch:,}" for batch, arms in by_batch.items())
 
 
 def difference_in_words(diff: Mean) -> str:

@@ -165,6 +165,12 @@ class Study:
         return list(dict.fromkeys(cell.arm for cell in self.cells))
 
     @property
+    def lines(self) -> list[str]:
+        """The arms that are lines over batches: the recipe, and those that ran at several."""
+        finished = [cell.arm for cell in self.cells if cell.finished]
+        return [arm for arm in dict.fromkeys(finished) if arm == RECIPE or finished.count(arm) > 1]
+
+    @property
     def batches(self) -> list[int]:
         return sorted({cell.batch for cell in self.cells})
 
