@@ -141,7 +141,7 @@ def first_images(config: Config, cluster: Cluster):
     train, _ = open_sources(config)
     with StepLoader(train, None, config, cluster, torch.float32) as loader:
         step = next(steps(config.all_stages, len(train), config.epochs))
-        return next(loader.share(step))
+        return next(loader.micro_batches(step))
 
 
 # --- rates -------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def measure(name: str, contender: Contender, device: Cluster, seconds: float) ->
 
 def batches(loader: StepLoader, config: Config, images: int):
     for step in steps(config.all_stages, images, config.epochs):
-        yield from loader.share(step)
+        yield from loader.micro_batches(step)
 
 
 # --- steps -------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def recompute_statistics(parts: Parts, loader: StepLoader, images: int, cluster:
     total.begin(count, deal(count, cluster.world)[cluster.rank])
     parts.net.train()
     with moments.noted(), autocast(parts.config, cluster.device):
-        for micro in loader.share(Step(index=0, seen=0, batch=images, epoch=0.0, stage=0)):
+        for micro in loader.micro_batches(Step(index=0, seen=0, batch=images, epoch=0.0, stage=0)):
             key_draws(parts, micro)
             parts.net(micro.images)
             total.push(moments.take())

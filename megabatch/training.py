@@ -145,7 +145,7 @@ def _train(
             passage.enter(step.stage)
             result = train_step(
                 parts,
-                passage.heed(loader.share(step)),
+                passage.heed(loader.micro_batches(step)),
                 step.batch,
                 lr=config.lr_at(step.epoch, step.batch),
                 momentum=config.momentum_at(step.stage),

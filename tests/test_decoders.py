@@ -104,7 +104,10 @@ def stop(processes):
 def read_on(loader):
     """Steps without end, until something is wrong."""
     index = itertools.count(1)
-    until(lambda: not list(loader.share(Step(n := next(index), 40 * n, 40, 0.0, 0))), "a failure")
+    until(
+        lambda: not list(loader.micro_batches(Step(n := next(index), 40 * n, 40, 0.0, 0))),
+        "a failure",
+    )
 
 
 # --- the same images
@@ -115,7 +118,7 @@ def test_processes_give_what_threads_give_to_the_bit(packs, name):
     found = {}
     for who in ("always", "never"):
         with loading(packs / name, processes=who) as (loader, run):
-            training = [micro for step in run for micro in loader.share(step)]
+            training = [micro for step in run for micro in loader.micro_batches(step)]
             # Evaluated twice, by the same processes, between and after steps of training.
             found[who] = training, [list(loader.validation()) for _ in range(2)]
     (ours, valid), (theirs, valid_theirs) = found["always"], found["never"]
@@ -131,10 +134,10 @@ def test_processes_give_what_threads_give_to_the_bit(packs, name):
 
 def test_validation_may_come_between_two_micro_batches(standing):
     loader, run = standing
-    alone = [micro.images.clone() for step in run for micro in loader.share(step)]
+    alone = [micro.images.clone() for step in run for micro in loader.micro_batches(step)]
     found = []
     for step in run:
-        for micro in loader.share(step):
+        for micro in loader.micro_batches(step):
             list(loader.validation())
             found.append(micro.images)
     assert len(alone) == 5
@@ -154,7 +157,7 @@ def test_images_stay_as_they_are_for_as_long_as_they_are_kept(standing):
     loader, _ = standing
     kept, copies = [], []
     for index in range(60):  # far more than there are slots
-        for micro in loader.share(Step(index, 40 * index, 40, 0.0, 0)):
+        for micro in loader.micro_batches(Step(index, 40 * index, 40, 0.0, 0)):
             kept.append(micro.images)
             copies.append(micro.images.clone())
     assert all(map(torch.equal, kept, copies))
@@ -165,7 +168,7 @@ def test_a_step_that_nobody_foresaw_frees_what_was_read_for_another(packs):
         slots = loader._decoders.slots
         free = len(slots._free)
         for turn in range(40):  # each time other positions than those read ahead
-            for micro in loader.share(Step(turn, 4000 * turn, 40, 0.0, 0)):
+            for micro in loader.micro_batches(Step(turn, 4000 * turn, 40, 0.0, 0)):
                 assert micro.first == 4000 * turn
         del micro
         gc.collect()
@@ -192,7 +195,7 @@ def test_a_bad_image_is_named_as_by_threads(packs, tmp_path):
         with loading(tmp_path / "a.arrow", processes=who) as (loader, run):
             with pytest.raises(UserError, match=r"image 4 \(train/ant/.*checksum") as error:
                 for step in run:
-                    list(loader.share(step))
+                    list(loader.micro_batches(step))
             said.append(str(error.value))
     assert said[0] == said[1]
 
@@ -205,14 +208,14 @@ def test_images_that_are_gone_when_the_processes_open_them(packs, tmp_path):
     path.unlink()
     loader = StepLoader(train, None, config, ALONE, torch.float32)
     with contextlib.closing(loader), pytest.raises(UserError, match="there is no file"):
-        list(loader.share(Step(0, 0, 40, 0.0, 0)))
+        list(loader.micro_batches(Step(0, 0, 40, 0.0, 0)))
 
 
 @pytest.mark.parametrize("which", ["one", "first", pytest.param("all", marks=pytest.mark.systems)])
 def test_a_process_that_is_killed_ends_the_run_in_words(packs, decoding, which):
     """Also the first one, although the others still decode."""
     with loading(packs / "jpeg.arrow") as (loader, _):
-        list(loader.share(Step(0, 0, 40, 0.0, 0)))
+        list(loader.micro_batches(Step(0, 0, 40, 0.0, 0)))
         first, *others = started(loader)
         assert sorted([first, *others]) == decoding()
         for process in {"all": [first, *others], "one": others[1:], "first": [first]}[which]:
@@ -229,7 +232,7 @@ def test_a_process_that_is_killed_ends_the_run_in_words(packs, decoding, which):
 
 def test_nobody_waits_for_a_process_that_the_first_cannot_report_any_more(packs, decoding):
     with loading(packs / "jpeg.arrow") as (loader, _):
-        list(loader.share(Step(0, 0, 40, 0.0, 0)))
+        list(loader.micro_batches(Step(0, 0, 40, 0.0, 0)))
         first, *others = started(loader)
         stop(others)
         os.kill(first, signal.SIGKILL)
@@ -247,7 +250,7 @@ def test_processes_that_are_stopped_are_noticed_and_named(packs, decoding, monke
     monkeypatch.setattr(pool, "STOPPED_SECONDS", 0.5)
     monkeypatch.setattr(pool, "_LOOK_SECONDS", 0.2)
     with loading(packs / "jpeg.arrow") as (loader, _):
-        list(loader.share(Step(0, 0, 40, 0.0, 0)))
+        list(loader.micro_batches(Step(0, 0, 40, 0.0, 0)))
         chosen = [started(loader)[number] for number in stopped]
         stop(chosen)
         names = ", ".join(map(str, chosen))
@@ -258,7 +261,7 @@ def test_processes_that_are_stopped_are_noticed_and_named(packs, decoding, monke
 
 def test_a_short_stop_is_no_failure(standing):
     loader, _ = standing
-    list(loader.share(Step(0, 0, 40, 0.0, 0)))
+    list(loader.micro_batches(Step(0, 0, 40, 0.0, 0)))
     processes = started(loader)
     stop(processes)
     looked = loader._decoders._looked
@@ -282,7 +285,7 @@ def test_they_start_in_any_folder_with_any_number_of_files_open(packs, tmp_path,
     try:
         with loading(packs / "jpeg.arrow") as (loader, _):
             assert loader._decoders._replies > 1024
-            assert len(list(loader.share(Step(0, 0, 40, 0.0, 0)))) == 1
+            assert len(list(loader.micro_batches(Step(0, 0, 40, 0.0, 0)))) == 1
     finally:
         for file in files:
             os.close(file)
@@ -292,24 +295,24 @@ def test_they_start_in_any_folder_with_any_number_of_files_open(packs, tmp_path,
 def test_a_signal_to_the_whole_group_does_not_reach_them(standing):
     """A run that is asked to stop finishes its step first, and needs images for that."""
     loader, _ = standing
-    list(loader.share(Step(0, 0, 40, 0.0, 0)))
+    list(loader.micro_batches(Step(0, 0, 40, 0.0, 0)))
     for process in started(loader):
         os.kill(process, signal.SIGTERM)
         os.kill(process, signal.SIGINT)
-    assert len(list(loader.share(Step(1, 40, 80, 0.0, 0)))) == 2
+    assert len(list(loader.micro_batches(Step(1, 40, 80, 0.0, 0)))) == 2
 
 
 def test_processes_end_with_the_loader_and_with_a_killed_owner(packs, decoding):
     """Those too that stand still then: they are a group of their own, and the system continues one
     that nobody is left for."""
     with loading(packs / "jpeg.arrow") as (loader, _):
-        list(loader.share(Step(0, 0, 40, 0.0, 0)))
+        list(loader.micro_batches(Step(0, 0, 40, 0.0, 0)))
     until(lambda: not decoding())
     script = f"""
 import os, signal, torch
 from test_decoders import *
 with loading({str(packs / "jpeg.arrow")!r}) as (loader, _):
-    list(loader.share(Step(0, 0, 40, 0.0, 0)))
+    list(loader.micro_batches(Step(0, 0, 40, 0.0, 0)))
     stop(started(loader)[:2])
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -325,7 +328,7 @@ def test_a_script_without_a_main_guard_is_not_run_again(packs, tmp_path):
 print("once", flush=True)
 from test_decoders import *
 with loading({str(packs / "jpeg.arrow")!r}) as (loader, _):
-    print(len(list(loader.share(Step(0, 0, 40, 0.0, 0)))))
+    print(len(list(loader.micro_batches(Step(0, 0, 40, 0.0, 0)))))
 """)
     here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(

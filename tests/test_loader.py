@@ -53,7 +53,7 @@ def stream(source, config, world, at=(0, 0)):
         for step in steps(config.all_stages, len(source), config.epochs, *at):
             rows = []
             for loader in loaders:
-                for micro in loader.share(step):
+                for micro in loader.micro_batches(step):
                     assert micro.first == int(micro.positions[0])
                     rows += zip(micro.positions.tolist(), micro.labels.tolist(), strict=True)
             found[step.index] = (step, sorted(rows))
@@ -109,7 +109,7 @@ def test_a_batch_that_nobody_foresaw_is_read_all_the_same():
     loader = StepLoader(source, None, CONFIG, worker(), torch.float32)
     seen, rows = 0, []
     for index, batch in enumerate((8, 16, 4, 12, 8)):
-        for micro in loader.share(Step(index, seen, batch, 0.0, 0)):
+        for micro in loader.micro_batches(Step(index, seen, batch, 0.0, 0)):
             rows += micro.positions.tolist()
         seen += batch
     loader.close()
@@ -135,7 +135,10 @@ def read(path, world=1, at=(0, 0), **data):
         ]
         for step in steps(config.all_stages, len(train), config.epochs, *at):
             for loader in loaders:
-                found += [(micro.first, micro.images, micro.labels) for micro in loader.share(step)]
+                found += [
+                    (micro.first, micro.images, micro.labels)
+                    for micro in loader.micro_batches(step)
+                ]
     found.sort(key=lambda row: row[0])
     return torch.cat([images for _, images, _ in found]), torch.cat([row[2] for row in found])
 
@@ -222,7 +225,7 @@ def test_waiting_is_measured_and_reads_further_ahead():
     with StepLoader(source, None, config, worker(), torch.float32) as loader:
         run = iter(steps(config.all_stages, 400, 1e9))
         # One that is busy elsewhere may find images there for a while.
-        until(lambda: list(loader.share(next(run))) and loader._ahead > 2, "a wait")
+        until(lambda: list(loader.micro_batches(next(run))) and loader._ahead > 2, "a wait")
         assert loader.waited_seconds > 0.001
         assert loader.busy_seconds >= 0.02
 

@@ -44,7 +44,7 @@ def read(config, kind, batches, lag=0):
     found, valid, seen = [], [], 0
     with contextlib.closing(StepLoader(train, val, config, cluster(kind), torch.float32)) as loader:
         for index, batch in enumerate(batches):
-            for micro in loader.share(Step(index, seen, batch, 0.0, 0)):
+            for micro in loader.micro_batches(Step(index, seen, batch, 0.0, 0)):
                 if lag:
                     torch.cuda._sleep(lag)
                 # Work of the training stream, long after the loader went on.
@@ -106,7 +106,9 @@ def test_images_that_a_caller_makes_on_the_device_are_waited_for():
         train, val = open_sources(CONFIG, (Slow(kind), Slow(kind)))
         loader = StepLoader(train, val, CONFIG, cluster(kind), torch.float32)
         with contextlib.closing(loader):
-            micros = [m for at in range(2) for m in loader.share(Step(at, 80 * at, 80, 0.0, 0))]
+            micros = [
+                m for at in range(2) for m in loader.micro_batches(Step(at, 80 * at, 80, 0.0, 0))
+            ]
             found[kind] = [m.images.cpu() for m in micros]
     for one, other in zip(*found.values(), strict=True):
         assert torch.equal(one, other)

@@ -101,7 +101,7 @@ def use(packs, kind, cluster=ALONE, **changes):
     train, val = open_sources(config, Own() if name is None else None)
     with StepLoader(train, val, config, cluster, torch.float32) as loader:
         for step in list(steps(config.all_stages, len(train), config.epochs))[:3]:
-            assert list(loader.share(step))
+            assert list(loader.micro_batches(step))
         assert list(loader.validation())
     loader.close()  # twice is fine
 
@@ -145,7 +145,7 @@ def test_a_loader_that_nobody_closed_is_closed_with_a_warning(packs, processes):
     config = replace(CONFIG, data=data)
     train, val = open_sources(config)
     loader = StepLoader(train, val, config, ALONE, torch.float32)
-    list(loader.share(next(steps(config.all_stages, len(train), 1))))
+    list(loader.micro_batches(next(steps(config.all_stages, len(train), 1))))
     del train, val
     with pytest.warns(ResourceWarning, match="loader was not closed"):
         del loader
@@ -186,7 +186,7 @@ def test_a_run_that_failed_leaves_nothing(packs):
     with pytest.raises(RunFailed), StepLoader(train, None, config, ALONE, torch.float32) as loader:
         for process in loader._decoders.processes:
             os.kill(process, 9)
-        list(loader.share(next(steps(config.all_stages, len(train), 1))))
+        list(loader.micro_batches(next(steps(config.all_stages, len(train), 1))))
     del train, loader
     assert gives_back(before)
 

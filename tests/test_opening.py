@@ -188,7 +188,7 @@ def read_all(cluster, path, processes="never"):
         rows = [
             (micro.first, micro.images.clone(), micro.labels.clone())
             for step in steps(config.all_stages, len(train), config.epochs)
-            for micro in loader.share(step)
+            for micro in loader.micro_batches(step)
         ]
         valid = [labels.tolist() for _, labels in loader.validation()]
     return rows, valid, train.notes, len(train), len(val)
@@ -331,10 +331,10 @@ def read_on_while_it_is_cut_off(path, processes):
     config = config_of(path, processes=processes, resident="never")
     train, val = open_sources(config)
     with StepLoader(train, val, config, ALONE, torch.float32) as loader:
-        list(loader.share(Step(0, 0, 12, 0.0, 0)))
+        list(loader.micro_batches(Step(0, 0, 12, 0.0, 0)))
         os.truncate(path, 5000)
         for index in range(1, 1000):
-            list(loader.share(Step(index, 12 * index, 12, 0.0, 0)))
+            list(loader.micro_batches(Step(index, 12 * index, 12, 0.0, 0)))
 
 
 @pytest.mark.parametrize("processes", ["never", "always"])

@@ -758,7 +758,7 @@ train, val = open_sources(config)
 loader = StepLoader(train, val, config, Cluster.from_env(device="cpu"), torch.float32)
 assert loader.readers == "processes"
 for step in range(8):
-    for micro in loader.share(Step(step, 64 * step + 10**6, 64, 1.0, 0)):
+    for micro in loader.micro_batches(Step(step, 64 * step + 10**6, 64, 1.0, 0)):
         assert micro.images.shape == (32, 3, 8, 8)
 print(family(os.getpid()) - before)
 loader.close()

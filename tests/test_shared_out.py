@@ -71,7 +71,7 @@ def read(cluster, path, steps_, **data):
         return [
             (micro.first, micro.images.clone(), micro.labels.clone())
             for step in steps_
-            for micro in loader.share(step)
+            for micro in loader.micro_batches(step)
         ]
 
 
@@ -91,7 +91,7 @@ def read_from_memory_alone(cluster, path, steps_, **data):
         dist.barrier()
         found = []
         for step in steps_:
-            for micro in loader.share(step):
+            for micro in loader.micro_batches(step):
                 found.append((micro.first, micro.images.clone(), micro.labels.clone()))
     shared._ROUND_BYTES = before
     return found
@@ -175,7 +175,7 @@ def memory_of_epochs(cluster, path):
         records = loader._source.records
         group = loader._decoders._process.pid
         for step in run():
-            for _ in loader.share(step):
+            for _ in loader.micro_batches(step):
                 pass
             areas = [exchange.result() for exchange in records._epochs.values()]
             records._thread.submit(int).result()  # past ones were dropped by then

@@ -148,7 +148,7 @@ def batches(config, steps):
     loader = StepLoader(source, None, config, cluster, torch.float32)
     mine = {}
     for step in steps:
-        for micro in loader.share(step):
+        for micro in loader.micro_batches(step):
             mine[micro.first] = (micro.images.double().sum().item(), micro.labels.tolist())
     loader.close()
     gathered = [None] * cluster.world

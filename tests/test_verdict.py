@@ -116,7 +116,7 @@ def measured(source, monkeypatch, before, begins=lambda: None, micro_batches=9):
     loader = StepLoader(source, None, config, alone, torch.float32)
     try:
         for step in list(steps(config.all_stages, 512, 1))[:micro_batches]:
-            coming = loader.share(step)
+            coming = loader.micro_batches(step)
             before(step.index)
             next(coming)
             assert next(coming, None) is None

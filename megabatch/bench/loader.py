@@ -216,7 +216,7 @@ def _ours(data: Data, micro: int, cluster: Cluster, seconds: float) -> float:
         batches = (
             len(batch.images)
             for step in steps(config.all_stages, len(train), config.epochs)
-            for batch in loader.share(step)
+            for batch in loader.micro_batches(step)
         )
         return dataloader.rate_of(batches, seconds, cluster.device)
 

@@ -88,8 +88,8 @@ def first_step(flags: RatioFlags, model: str) -> list[dict[str, Any]]:
         parts = ending.enter_context(assemble(config, cluster, net))
         loader = StepLoader(train_set, val_set, config, cluster, full_dtype(config))
         ending.callback(loader.close)
-        share = loader.share(Step(index=0, seen=0, batch=flags.batch, epoch=0.0, stage=0))
-        train_step(parts, share, flags.batch, lr=0.0, momentum=0.0)  # a rate of 0 moves nothing
+        first = loader.micro_batches(Step(index=0, seen=0, batch=flags.batch, epoch=0.0, stage=0))
+        train_step(parts, first, flags.batch, lr=0.0, momentum=0.0)  # a rate of 0 moves nothing
         rows = []
         for name, parameter in net.named_parameters():
             if not parameter.requires_grad:

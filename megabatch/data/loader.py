@@ -143,7 +143,7 @@ class StepLoader:
 
     # --- training
 
-    def share(self, step: Step) -> Iterator[MicroBatch]:
+    def micro_batches(self, step: Step) -> Iterator[MicroBatch]:
         """This worker's micro-batches of a step, while those of the next steps are being read."""
         if self._shared is not None:
             self._shared.begin(step)

@@ -63,13 +63,13 @@ class Loader:
                 f"a batch of {batch} cannot be shared out evenly to {cluster.world} workers: give "
                 f"a multiple of {cluster.world}"
             )
-        share = batch // cluster.world
+        images_per_worker = batch // cluster.world
         config = Config(
             model="own loop",
             epochs=_FOR_EVER,
             batch=batch,
-            micro=share,
-            span=share,
+            micro=images_per_worker,
+            span=images_per_worker,
             seed=seed,
             data=settings,
         ).check()
@@ -120,7 +120,7 @@ class Loader:
             if self._closed:
                 raise UserError("the loader is closed: iterate inside its with block")
             step = step_at(stages, self.images, self._seen // self._batch, self._seen)
-            for micro in self._loader.share(step):
+            for micro in self._loader.micro_batches(step):
                 self._seen += self._batch
                 yield micro.images, micro.labels
 
