@@ -14,7 +14,7 @@ from megabatch.batch import Stage
 from megabatch.config import Config
 from megabatch.errors import UserError
 from megabatch.recipes import BY_BATCH, doubts, named
-from megabatch.recipes.by_batch import fitted, lost_points, row_at, same_share
+from megabatch.recipes.by_batch import fitted, lost_points, proportional_batch, row_at
 from megabatch.recipes.mlperf import ROWS, mlperf
 from megabatch.recipes.tiny import LONG, SHORT, tiny, tiny30
 from megabatch.verbs.train import read_flags
@@ -91,7 +91,7 @@ def test_fitted_keeps_what_fits_and_counts_stages():
 
 def test_other_data_by_its_share():
     images = 1_281_167 // 10
-    assert same_share(4096, None, 1_281_167) == 4096
+    assert proportional_batch(4096, None, 1_281_167) == 4096
     tenth = mlperf(4096, images)
     whole = row_at(ROWS, 4096 * 1_281_167 / images)
     assert tenth.lr.peak(4096) == whole.rate

@@ -173,9 +173,9 @@ def test_a_name_that_is_nearly_right_is_answered_at_once(tmp_path):
 def test_nothing_known_is_no_progress(tmp_path):
     from megabatch.verbs.watch import Watched
 
-    assert Watched(tmp_path, 1.0).share == 0.0
+    assert Watched(tmp_path, 1.0).progress == 0.0
     odd = Watched(made_up(tmp_path / "run", [step_line(5)], config={"epochs": 0}), 1.0)
-    assert odd.look() and odd.share == 0.0
+    assert odd.look() and odd.progress == 0.0
 
 
 def test_a_run_that_has_only_written_its_config_is_not_given_up(tmp_path):

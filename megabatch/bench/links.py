@@ -46,10 +46,10 @@ def links(cluster: Cluster) -> dict[str, dict[str, float]]:
         around = ((rank + each) % world, (rank - each) % world)
         # One flow from each host, then one from each worker: they share the host's link.
         latency, flow = _line(around if rank % each == 0 else None, cluster)
-        shared = flow if each == 1 else _line(around, cluster)[1]
+        together = flow if each == 1 else _line(around, cluster)[1]
         found["network"] = {
             "latency_seconds": latency,
-            "bytes_per_second": max(flow, each * shared),
+            "bytes_per_second": max(flow, each * together),
             "flow_bytes_per_second": flow,
         }
     return found

@@ -284,9 +284,9 @@ def _show(rows: list[Measured]) -> None:
     for name in ("images/s", "of the limit", "of Pillow"):
         table.add_column(name, justify="right")
     for row in rows:
-        shares = [
+        ratios = [
             "" if v is None else f"{v:.2f}{unit}"
             for v, unit in ((row.of_limit, ""), (row.of_dataloader, " x"))
         ]
-        table.add_row(row.images, row.loader, f"{row.rate:,.0f}", *shares)
+        table.add_row(row.images, row.loader, f"{row.rate:,.0f}", *ratios)
     Console().print(table)

@@ -88,7 +88,7 @@ def run(arguments: list[str]) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda was asked for but torch sees no GPU: use --device cpu")
-    rows, shares, beside = [], [], []
+    rows, peak_shares, beside = [], [], []
     print(f"measuring {flags.model} on {device}", file=sys.stderr, flush=True)
     for micro in flags.micro:
         data = Data("synthetic", size=size, channels=channels, classes=classes)
@@ -109,9 +109,9 @@ def run(arguments: list[str]) -> int:
             rate, peak = _measured(train, micro, flags.seconds, device)
             rows.append({"model": flags.model, "micro": micro, "images_per_second": rate})
             chip = torch.cuda.get_device_name() if device == "cuda" else ""
-            share = share_of_peak(chip, flags.model, size, channels, classes, rate)
-            shares.append(share)
-            of_peak = "" if share is None else f"  {share:6.1%} of the chip's peak FLOP/s"
+            reached = share_of_peak(chip, flags.model, size, channels, classes, rate)
+            peak_shares.append(reached)
+            of_peak = "" if reached is None else f"  {reached:6.1%} of the chip's peak FLOP/s"
             name = f"{flags.model} micro {micro:5d}"
             print(f"{name}  {rate:12,.1f} images/s{of_peak}{peak}", flush=True)
             if flags.rivals and device == "cpu":
@@ -123,10 +123,10 @@ def run(arguments: list[str]) -> int:
     update(flags.out, {"compute": rows, "host": host(device), "sources": {"compute": _how(flags)}})
     print(f"written to {flags.out}", file=sys.stderr)
     if flags.json:
-        with_shares = [
-            {**row, "peak_share": share} for row, share in zip(rows, shares, strict=True)
+        with_peaks = [
+            {**row, "peak_share": reached} for row, reached in zip(rows, peak_shares, strict=True)
         ]
-        print(json.dumps({"rows": with_shares, "rivals": beside, "out": flags.out}), flush=True)
+        print(json.dumps({"rows": with_peaks, "rivals": beside, "out": flags.out}), flush=True)
     return DONE
 
 

@@ -202,8 +202,9 @@ class Config:
         stages = self.all_stages
         steps, seen = count_steps(stages, images, self.epochs)
         peak = self.lr.peak(self.batch)
-        shares = [last - first for first, last in deal(self.batch // self.micro, world)]
-        share = f"{min(shares)} to {max(shares)}" if min(shares) < max(shares) else str(max(shares))
+        counts = [last - first for first, last in deal(self.batch // self.micro, world)]
+        least, most = min(counts), max(counts)
+        per_worker = f"{least} to {most}" if least < most else str(most)
         warm = count_steps(stages, images, min(self.lr.warmup, self.epochs))[0]
         shape = {"linear": "{} * {} / {}", "sqrt": "{} * sqrt({} / {})", "none": "{}"}
         formula = shape["none" if self.lr.per is None else self.lr.scaling]
@@ -218,7 +219,7 @@ class Config:
             ("span", str(self.span), "images that share batch-norm statistics"),
             ("micro", str(self.micro), f"{self.micro // self.span} x span: images in one pass"),
             ("micro-batches a step", str(self.batch // self.micro), f"{self.batch} / {self.micro}"),
-            ("micro-batches a worker", share, f"{self.batch // self.micro} / {world}"),
+            ("micro-batches a worker", per_worker, f"{self.batch // self.micro} / {world}"),
             ("steps an epoch", f"{images / self.batch:.2f}", f"{images} / {self.batch}"),
             ("warm-up steps", str(warm), f"{self.lr.warmup:g} epochs {until} {first:g}"),
             ("peak rate", f"{peak:g}", f"{how} = {rule}"),

@@ -95,11 +95,11 @@ class Data:
 
     def evaluation_sees(self) -> tuple[str, str]:
         """How much of an image, and why so much, in words."""
-        share = self.evaluation_share if self.kind in ("pack", "folder") else None
-        if share is None:
+        fraction = self.evaluation_share if self.kind in ("pack", "folder") else None
+        if fraction is None:
             return "all", "whole images, as training does"
         how = f"{self.size} / {self.resize}" if self.resize else "7 / 8, for training crops"
-        return f"{100 * share:.3g} %", f"of the shorter side, in the middle: {how}"
+        return f"{100 * fraction:.3g} %", f"of the shorter side, in the middle: {how}"
 
     def __post_init__(self) -> None:
         self.check()

@@ -80,10 +80,10 @@ def scale_boxes(
 def centre_boxes(data: Data, heights: NDArray[Any], widths: NDArray[Any]) -> Boxes:
     """The centre crop of evaluation: a square of a share of the shorter side, or what training sees
     where that is whole images."""
-    if data.evaluation_share is None:
+    fraction = data.evaluation_share
+    if fraction is None:
         return _largest_boxes(data, heights, widths)
-    share = data.evaluation_share
-    side = numpy.maximum(1, numpy.rint(numpy.minimum(heights, widths) * share))
+    side = numpy.maximum(1, numpy.rint(numpy.minimum(heights, widths) * fraction))
     return _boxes((widths - side) // 2, (heights - side) // 2, side, side)
 
 

@@ -199,8 +199,8 @@ def find_bad(origin: Origin, indices: Tensor, config: Config, cluster: Cluster) 
         return None
 
     with ThreadPoolExecutor(threads_of(config, cluster), "look") as pool:
-        share = indices[cluster.rank :: cluster.world].tolist()
-        found = [bad for bad in pool.map(look, share) if bad is not None]
+        mine = indices[cluster.rank :: cluster.world].tolist()
+        found = [bad for bad in pool.map(look, mine) if bad is not None]
     bad = sorted(itertools.chain.from_iterable(cluster.gather(found)))
     if len(bad) > allowed:
         raise UserError(

@@ -151,33 +151,33 @@ class Order:
 
 
 def hold_out_order(
-    count: int, share: float, purpose: Purpose = Purpose.HOLD_OUT
+    count: int, fraction: float, purpose: Purpose = Purpose.HOLD_OUT
 ) -> tuple[Tensor, Tensor]:
     """The images to train on and those held out, chosen by hash: the same whatever the run's
     seed."""
     order = torch.as_tensor(keyed(0, purpose, torch.arange(count))).argsort(stable=True)
-    held = round(share * count)
+    held = round(fraction * count)
     if not 0 < held < count:
         raise UserError(
-            f"a share of {share:g} of {count} image{'s' * (count != 1)} leaves nothing to hold out "
-            f"or to train on: add images, or change the share that is held out (--data.val-share; "
-            f"of pack --val-share)"
+            f"a share of {fraction:g} of {count} image{'s' * (count != 1)} leaves nothing to hold "
+            f"out or to train on: add images, or change the share that is held out "
+            f"(--data.val-share; of pack --val-share)"
         )
     return order[held:].sort().values, order[:held].sort().values
 
 
-def hold_out(source: Source, share: float) -> tuple[Source, Source]:
+def hold_out(source: Source, fraction: float) -> tuple[Source, Source]:
     """Two parts of a source, the second a share of its images."""
-    train, val = hold_out_order(len(source), share)
+    train, val = hold_out_order(len(source), fraction)
     return Subset(source, train), Subset(source, val)
 
 
-def for_tuning(sources: tuple[Source, Source], share: float) -> tuple[Source, Source]:
+def for_tuning(sources: tuple[Source, Source], fraction: float) -> tuple[Source, Source]:
     """The same images, or those of a run whose settings are being chosen: a share of its training
     images is what it is judged by, and the validation images stay unseen."""
-    if share == 0:
+    if fraction == 0:
         return sources
-    train, held = hold_out_order(len(sources[0]), share, Purpose.TUNING)
+    train, held = hold_out_order(len(sources[0]), fraction, Purpose.TUNING)
     return sources[0].part(train), sources[0].part(held)
 
 

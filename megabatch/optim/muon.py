@@ -101,7 +101,7 @@ class Muon(Layerwise):
             if group["adapt"]:
                 weight_norms, step_norms = norms(values, steps)
                 lengths = self._first_lengths(part, weight_norms)
-                seen = _shares(group["trust"], lengths, weight_norms, step_norms)
+                seen = _ratios(group["trust"], lengths, weight_norms, step_norms)
                 torch._foreach_mul_(steps, seen.ratio.unbind())
                 self._note(part, seen)
             elif group["weight_decay"] != 0:
@@ -220,7 +220,7 @@ def _iterated(matrices: Tensor) -> Tensor:
     return x
 
 
-def _shares(trust: float, lengths: Tensor, weight_norms: Tensor, step_norms: Tensor) -> Adaptation:
+def _ratios(trust: float, lengths: Tensor, weight_norms: Tensor, step_norms: Tensor) -> Adaptation:
     """What makes each step a share of its weight. A weight that began with zeros has no length, and
     its steps stay as long as they are, times the share: else it would grow without end."""
     known = torch.minimum(torch.minimum(weight_norms, step_norms), lengths) > 0

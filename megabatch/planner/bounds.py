@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import sqrt
 
-from megabatch.planner.cost import Price, Shared, hop_latencies
+from megabatch.planner.cost import Price, SecondsPerByte, hop_latencies
 from megabatch.planner.machine import Machine
 from megabatch.plans.phase import Plan
 
@@ -46,7 +46,7 @@ def least_prices(gpus: int, machine: Machine) -> Iterator[Price]:
         yield Price(machine.launch_seconds + 2 * hops, 0.0)
         return
     # All that a node gives goes through its NICs.
-    nics = Shared.of(machine).nics
+    nics = SecondsPerByte.of(machine).nics
     out = (nodes - 1) / nodes * nics
     yield Price(machine.launch_seconds + 2 * hops, 2 * (out + _halving_more(gpus, machine)))
     # Rings from node to node take a hop for each, those of columns shorter where rows are longer.
@@ -61,15 +61,15 @@ def _halving_more(gpus: int, machine: Machine) -> float:
     each, rack = machine.workers_per_node, machine.workers_per_rack
     if each & (each - 1) or gpus % each:
         return 0.0
-    shared = Shared.of(machine)
+    per_byte = SecondsPerByte.of(machine)
     largest = 1 << gpus.bit_length() - 1
     # inside a node, one distance after the other; or over the NICs, if rows lie across nodes
-    more = (each - 1) / each * min(shared.inside, shared.nics)
-    flows, smallest_block = each * shared.nics, gpus & -gpus
+    more = (each - 1) / each * min(per_byte.inside, per_byte.nics)
+    flows, smallest_block = each * per_byte.nics, gpus & -gpus
     if rack and gpus > rack:
         # swaps that are wider than half a rack all leave it
         wide = 1 << rack.bit_length() - 1
-        crossing = max(flows, rack * shared.uplinks)
+        crossing = max(flows, rack * per_byte.uplinks)
         more += max(0.0, 1 / wide - 1 / largest) * (crossing - flows)
         if 4 * smallest_block > rack:
             flows = crossing

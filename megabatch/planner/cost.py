@@ -111,11 +111,11 @@ def legs(plan: Plan, y: int, x: int, machine: Machine) -> Iterator[PricedPhase]:
     """The price phase by phase; what a byte costs is for bytes of the whole tensor."""
     _checked(plan)
     world = y * x
-    share, in_play, alone = 1.0, 1.0, False  # of the tensor a worker holds, of the workers
+    held, in_play, alone = 1.0, 1.0, False  # of the tensor a worker holds, of the workers
     opened: list[tuple[Phase, Line, Price, float, float, bool]] = []
     for phase in plan:
         if phase.op in CLOSES:
-            before, line, cost, share, in_play, alone = opened.pop()
+            before, line, cost, held, in_play, alone = opened.pop()
             if before.wiring != phase.wiring and line.members > 1:
                 cost = _collective(phase, line, machine)
         else:
@@ -123,18 +123,18 @@ def legs(plan: Plan, y: int, x: int, machine: Machine) -> Iterator[PricedPhase]:
             line = Line(members, stride, world, alone)
             cost = _collective(phase, line, machine) if members > 1 else FREE
             if phase.op != "all_reduce":
-                opened.append((phase, line, cost, share, in_play, alone))
+                opened.append((phase, line, cost, held, in_play, alone))
         if line.members > 1:
             yield PricedPhase(
                 phase,
                 cost.latency,
-                cost.seconds_per_byte * share,
+                cost.seconds_per_byte * held,
                 cost.message_work * in_play,
-                cost.byte_work * share * in_play,
+                cost.byte_work * held * in_play,
             )
         if phase.op == "reduce_scatter":
             holders = line.members if phase.wiring == "ring" else _power_of_two(line.members)
-            share /= holders
+            held /= holders
             in_play *= holders / line.members
         elif phase.op == "reduce":
             in_play /= line.members
@@ -257,7 +257,7 @@ def _pace(line: Line, machine: Machine, closed: bool = True) -> float:
     """Seconds a byte of each member's message while all send to their next."""
     node, rack = machine.workers_per_node, machine.workers_per_rack
     inside = line.hops_between(node) < line.members - 1
-    return Shared.of(machine).slowest(
+    return SecondsPerByte.of(machine).slowest(
         line.leaving_ring(node, closed),
         line.leaving_ring(rack, closed) if rack else 0,
         inside or line.touches(node) == 1,
@@ -280,7 +280,7 @@ def _swaps(
     step = line.stride if line.alone else 1
     most_of_node, most_of_rack = -(-node // step), -(-rack // step)
     near, far, farthest = hop_latencies(machine)
-    slowest = Shared.of(machine).slowest
+    slowest = SecondsPerByte.of(machine).slowest
     extent, whole, distance = line.extent, line.extent == line.world, 1
     while distance < line.members:
         # pairs lie in whole blocks of so many ranks, if lines begin with one; each edge of a node
@@ -299,7 +299,7 @@ def _swaps(
         distance *= 2
 
 
-class Shared(NamedTuple):
+class SecondsPerByte(NamedTuple):
     """What messages share: seconds a byte inside a node, on its NICs, on a pair's part of them, and
     on a rack's uplinks."""
 
@@ -309,7 +309,7 @@ class Shared(NamedTuple):
     uplinks: float
 
     @classmethod
-    def of(cls, machine: Machine) -> Shared:
+    def of(cls, machine: Machine) -> SecondsPerByte:
         network, spine = machine.network, machine.spine
         inside = 1 / machine.node.bytes_per_second if machine.node else 0.0
         if network is None:

@@ -122,16 +122,16 @@ class Network(Checked):
 
     @property
     def nic_bytes_per_second(self) -> float:
-        share = TRANSPORTS[self.transport][0] if self.transport else 1.0
-        return share * self.bytes_per_second
+        usual = TRANSPORTS[self.transport][0] if self.transport else 1.0
+        return usual * self.bytes_per_second
 
     @property
     def range(self) -> tuple[float, float]:
         """How much less and how much more it may carry, as factors."""
         if not self.transport:
             return 0.9, 1.05
-        usual_share, low, high = TRANSPORTS[self.transport]
-        return low / usual_share, high / usual_share
+        usual, low, high = TRANSPORTS[self.transport]
+        return low / usual, high / usual
 
 
 @dataclass(frozen=True)

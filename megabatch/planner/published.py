@@ -251,9 +251,9 @@ def _examples(a100: Machine, v100: Machine) -> Iterator[Claim]:
         one = replace(machine, rates=(Rate("resnet50", each, alone),))
         setting = Setting("ring", (1, 8), 64.0, "fp16")
         found = replay(one, 8, 8 * each, setting)
-        share = 100 * found.images_per_second / (8 * alone)
+        efficiency = 100 * found.images_per_second / (8 * alone)
         yield Claim("DeepLearningExamples", f"8 {chip}, images/s over 8 times one", "%", published,
-                  share, 6.0, "jitter of one node, chosen with such rows in view")  # fmt: skip
+                  efficiency, 6.0, "jitter of one node, chosen with such rows in view")  # fmt: skip
 
 
 def _horovod(machine: Machine) -> Iterator[Claim]:
@@ -266,9 +266,9 @@ def _horovod(machine: Machine) -> Iterator[Claim]:
     ):
         found = replay(machine, gpus, 64 * gpus, Setting("ring", (1, gpus), 64.0), model=model)
         alone = Job.of(imagenet(model, 64), machine, 1).forecast(Setting("ring", (1, 1), 64.0))
-        share = 100 * found.images_per_second / gpus / alone.images_per_second
-        yield Claim("Horovod", f"{gpus} P100, {model}, images/s over one's", "%", published, share,
-                  6.0, "64 images a GPU")  # fmt: skip
+        efficiency = 100 * found.images_per_second / gpus / alone.images_per_second
+        yield Claim("Horovod", f"{gpus} P100, {model}, images/s over one's", "%", published,
+                  efficiency, 6.0, "64 images a GPU")  # fmt: skip
 
 
 def _horovod_alone(machine: Machine) -> Iterator[Claim]:

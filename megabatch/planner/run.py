@@ -90,9 +90,9 @@ class Stretch:
 
     def __init__(self, job: Job, batch: int, steps: int):
         self.batch, self.steps = batch, steps
-        share = ceil(batch / job.gpus)  # the worker with the most images sets the pace
-        self.passes = ceil(share / job.largest)
-        self.micro = ceil(share / self.passes)
+        images_per_gpu = ceil(batch / job.gpus)  # the worker with the most images sets the pace
+        self.passes = ceil(images_per_gpu / job.largest)
+        self.micro = ceil(images_per_gpu / self.passes)
         self.pass_seconds = job.doubt.speed * job.pace.seconds(self.micro)
         nodes = max(1, job.gpus // job.machine.workers_per_node)
         rate = job.machine.input_images_per_second
@@ -288,9 +288,9 @@ class Job:
         return max(1, int(self.epochs / every)) if every else 1
 
     def _one_evaluation(self) -> float:
-        share = ceil(self.images.validation / self.gpus)
-        size = max(1, min(share, self.largest))
-        passes = ceil(share / size)
+        images_per_gpu = ceil(self.images.validation / self.gpus)
+        size = max(1, min(images_per_gpu, self.largest))
+        passes = ceil(images_per_gpu / size)
         return self.doubt.rest * EVALUATED * passes * self.pace.seconds(size)
 
     def seconds(self, setting: Setting) -> float:
@@ -326,11 +326,13 @@ class Job:
         """What the time beside computation goes to, or that a pass is too small."""
         rest = {name: seconds for name, seconds in parts.items() if name != "computation"}
         worst = max(rest, key=lambda name: rest[name])
-        share = ceil(self.stretches[0].batch / self.gpus)
-        full = share * self.pace.seconds(self.largest) / self.largest
+        images_per_gpu = ceil(self.stretches[0].batch / self.gpus)
+        full = images_per_gpu * self.pace.seconds(self.largest) / self.largest
         small = self.stretches[0].compute_seconds - full
         if small > rest[worst] and small > 0.1 * parts["computation"]:
-            few = "1 image a GPU is" if share == 1 else f"{share} images a GPU are"
+            few = (
+                "1 image a GPU is" if images_per_gpu == 1 else f"{images_per_gpu} images a GPU are"
+            )
             return f"{few} too few to fill it"
         if rest[worst] < 0.1 * parts["computation"]:
             return "computation"

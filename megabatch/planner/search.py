@@ -236,10 +236,10 @@ def advice(job: Job, found: Forecast, wire: str) -> Iterator[str]:
     sizes = [fewer * each for fewer in _rounder(nodes)]
     taken, gpus = min(((_least(job.on(gpus), wire), gpus) for gpus in sizes), default=(inf, 0))
     if taken < 0.98 * found.seconds_to_target:
-        share = found.seconds_to_target / taken - 1
+        longer = found.seconds_to_target / taken - 1
         yield (
             f"leave {job.gpus - gpus:,} of {job.gpus:,} GPUs idle: {gpus:,} end in "
-            f"{taken:,.1f} s, and all of them take {share:.0%} longer"
+            f"{taken:,.1f} s, and all of them take {longer:.0%} longer"
         )
         return
     half = job.on(max(1, nodes // 2) * each)

@@ -19,6 +19,7 @@ class Slice(NamedTuple):
 
     @property
     def share(self) -> Fraction:
+        """Of the tensor, a fraction of 0 to 1."""
         return Fraction(self.stop - self.start, self.of)
 
     def within(self, outer: Slice) -> Slice:

@@ -52,8 +52,8 @@ def wire(plan: Plan, nbytes: int, y: int, x: int) -> Wire:
         for group in placed.groups:
             traffic = _traffic(placed.phase.op, placed.phase.wiring, len(group.members))
             group_bytes = nbytes * group.slice.share
-            for rank, share in zip(group.members, traffic.sent, strict=True):
-                sent[rank] += share * group_bytes
+            for rank, fraction in zip(group.members, traffic.sent, strict=True):
+                sent[rank] += fraction * group_bytes
             steps = max(steps, traffic.steps)
             lock_step = max(lock_step, traffic.lock_step * group_bytes)
         legs.append(Leg(placed.phase, steps, lock_step))
@@ -86,8 +86,8 @@ def _traffic(op: Op, wiring: str, members: int) -> _Traffic:
         most[step] = max(most[step], width)
     if alike:
         sent = [sum(sent)] * members
-    shares = [Fraction(width, chunks) for width in sent]
-    return _Traffic(len(most), shares, Fraction(sum(most), chunks))
+    fractions = [Fraction(width, chunks) for width in sent]
+    return _Traffic(len(most), fractions, Fraction(sum(most), chunks))
 
 
 def table() -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megabatch.config import Config, check_setting
 from megabatch.errors import UserError, nearest
 from megabatch.recipes import imagenet
-from megabatch.recipes.by_batch import cut_short, in_doubt, row_at, same_share
+from megabatch.recipes.by_batch import cut_short, in_doubt, proportional_batch, row_at
 from megabatch.recipes.digits import digits
 from megabatch.recipes.goyal2017 import goyal2017, goyal2017_resnet101
 from megabatch.recipes.jia2018 import jia2018
@@ -92,7 +92,7 @@ def doubts(name: str, config: Config, images: int | None = None) -> list[str]:
     if name not in BY_BATCH:
         return []
     rows = BY_BATCH[name].rows
-    batch = same_share(config.batch, images, BY_BATCH[name].images)
+    batch = proportional_batch(config.batch, images, BY_BATCH[name].images)
     needed = row_at(rows, batch).epochs
     sentences = in_doubt(rows, batch, config.batch), cut_short(config.epochs, needed, config.batch)
     return [sentence for sentence in sentences if sentence is not None]

@@ -32,9 +32,9 @@ def row_at(rows: Sequence[Row], batch: float) -> Row:
     nearest = _nearest(rows, batch)
     for below, above in itertools.pairwise(rows):
         if below.batch <= batch <= above.batch and _alike(below, above):
-            share = log(batch / below.batch) / log(above.batch / below.batch)
+            fraction = log(batch / below.batch) / log(above.batch / below.batch)
             between = {
-                name: _between(getattr(below, name), getattr(above, name), share)
+                name: _between(getattr(below, name), getattr(above, name), fraction)
                 for name in ("rate", "warmup", "epochs")
             }
             return nearest._replace(batch=batch, **between)
@@ -56,13 +56,13 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(getattr(one, "optimizer", None) == getattr(other, "optimizer", None))
 
 
-def _between(low: float, high: float, share: float) -> float:
-    if share in (0.0, 1.0):
-        return high if share else low
-    return low + share * (high - low)
+def _between(low: float, high: float, fraction: float) -> float:
+    if fraction in (0.0, 1.0):
+        return high if fraction else low
+    return low + fraction * (high - low)
 
 
-def same_share(batch: int, images: int | None, of: int) -> float:
+def proportional_batch(batch: int, images: int | None, of: int) -> float:
     """The batch that is the same share of `of` images."""
     return batch if images is None else batch * of / images
 
@@ -107,12 +107,12 @@ def in_doubt(rows: Sequence[Row], batch: float, given: int) -> str | None:
 def lost_points(epochs: float, needed: float) -> float | None:
     """Points of top-1 that a run of `epochs` is expected to lose whose batch needs more; None for
     a run shorter than any that was measured."""
-    share = epochs / needed
-    if share >= 1:
+    fraction = epochs / needed
+    if fraction >= 1:
         return 0.0
     for (high, less), (low, more) in itertools.pairwise(_LOST):
-        if share >= low:
-            return less + (high - share) / (high - low) * (more - less)
+        if fraction >= low:
+            return less + (high - fraction) / (high - low) * (more - less)
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megabatch.config import Config, LearningRate, OptimizerConfig
-from megabatch.recipes.by_batch import fitted, row_at, same_share
+from megabatch.recipes.by_batch import fitted, proportional_batch, row_at
 from megabatch.recipes.imagenet import IMAGES, crops_by_area
 
 TARGET = 0.759
@@ -53,7 +53,7 @@ def mlperf(batch: int = 3264, images: int | None = None) -> Config:
     (`images`) a batch has the settings of the one that is the same share of ImageNet. Two published
     rows are left out, whose files leave a setting in doubt: 2048 its decay, 67840 its length.
     """
-    row = row_at(ROWS, same_share(batch, images, IMAGES))
+    row = row_at(ROWS, proportional_batch(batch, images, IMAGES))
     config = Config(
         name="mlperf",
         model="resnet50",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megabatch.config import Config, Data, LearningRate, OptimizerConfig
-from megabatch.recipes.by_batch import fitted, row_at, same_share
+from megabatch.recipes.by_batch import fitted, proportional_batch, row_at
 
 IMAGES = 100_000
 
@@ -62,7 +62,7 @@ def tiny30(batch: int = 4096, images: int | None = None) -> Config:
 
 
 def _tiny(name: str, rows: tuple[TinyRow, ...], batch: int, images: int | None) -> Config:
-    row = row_at(rows, same_share(batch, images, IMAGES))
+    row = row_at(rows, proportional_batch(batch, images, IMAGES))
     config = Config(
         name=name,
         model="resnet50",

@@ -19,13 +19,13 @@ def thinned(
 ) -> tuple[tuple[list[float], list[float]], list[float], list[float]]:
     """At most 360 points: means (or last values) of equal shares of the points, least, largest."""
     points = [(a, b) for a, b in zip(x, y, strict=True) if 0 <= a < _MOST_EPOCHS]
-    share = max(1, -(-len(points) // _MOST_POINTS))
+    points_each = max(1, -(-len(points) // _MOST_POINTS))
     xs: list[float] = []
     ys: list[float] = []
     low: list[float] = []
     high: list[float] = []
-    for first in range(0, len(points), share):
-        some = points[first : first + share]
+    for first in range(0, len(points), points_each):
+        some = points[first : first + points_each]
         values = [b for _, b in some if math.isfinite(b)]
         xs.append(some[-1 if last else len(some) // 2][0])
         ys.append((values[-1] if last else sum(values) / len(values)) if values else math.nan)
@@ -66,8 +66,8 @@ class Axis:
         if self.log:
             value = math.log10(value) if value > 0 else -math.inf
         low, high = self._ends()
-        share = (value - low) / (high - low)
-        return min(4.0, max(-3.0, share))  # what lies outside may lie just outside
+        fraction = (value - low) / (high - low)
+        return min(4.0, max(-3.0, fraction))  # what lies outside may lie just outside
 
     def _ends(self) -> tuple[float, float]:
         return (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)

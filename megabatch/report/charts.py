@@ -161,8 +161,8 @@ def _y(axis: Axis, value: float) -> str:
     return f"{_HIGH * (1 - axis.place(value)):.1f}"
 
 
-def shares(title: str, names: Sequence[str], colours: Sequence[str], epochs: Sequence[float],
-           rows: Sequence[Sequence[float]], unit: str = "") -> str:  # fmt: skip
+def stacked_bars(title: str, names: Sequence[str], colours: Sequence[str], epochs: Sequence[float],
+                 rows: Sequence[Sequence[float]], unit: str = "") -> str:  # fmt: skip
     """Bars of 100 %, one an epoch; row i has the share of each name up to epochs[i]."""
     if not rows:
         return ""
@@ -172,8 +172,8 @@ def shares(title: str, names: Sequence[str], colours: Sequence[str], epochs: Seq
     for epoch, row in zip(epochs, rows, strict=True):
         left, right = _WIDE * x.place(before), _WIDE * x.place(epoch)
         before, base = epoch, 0.0
-        for share, fill in zip(row, colours, strict=True):
-            high = share * _HIGH
+        for fraction, fill in zip(row, colours, strict=True):
+            high = fraction * _HIGH
             parts.append(
                 f'<rect class="{kind}" x="{left:.1f}" width="{max(right - left, 0.1):.1f}" '
                 f'y="{_HIGH - base - high:.1f}" height="{high:.1f}" fill="var(--{fill})"/>'
@@ -213,8 +213,8 @@ _RAMP = (
 )
 
 
-def ramp(share: float) -> str:
-    place = min(max(share, 0.0), 1.0) * (len(_RAMP) - 1)
+def ramp(fraction: float) -> str:
+    place = min(max(fraction, 0.0), 1.0) * (len(_RAMP) - 1)
     at = min(int(place), len(_RAMP) - 2)
     mixed = (a + (place - at) * (b - a) for a, b in zip(_RAMP[at], _RAMP[at + 1], strict=True))
     return "#" + "".join(f"{round(part):02x}" for part in mixed)

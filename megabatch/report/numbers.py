@@ -23,8 +23,8 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.2f} %" if math.isfinite(share) else UNKNOWN
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f} %" if math.isfinite(fraction) else UNKNOWN
 
 
 def count(value: float, decimals: int = 0) -> str:

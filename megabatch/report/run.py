@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megabatch.report.axes import axis_of
-from megabatch.report.charts import Curve, chart, heat_map, shares
+from megabatch.report.charts import Curve, chart, heat_map, stacked_bars
 from megabatch.report.look import Section, called, colour, dot, page, table, text
 from megabatch.report.named import Named, named
 from megabatch.report.numbers import UNKNOWN, count, duration, percent, short
@@ -235,7 +235,7 @@ def _waits(run: Named) -> tuple[str, str]:
     if len(rows) > _MOST_COLUMNS:
         every = -(-len(rows) // _MOST_COLUMNS)
         epochs, rows = epochs[every - 1 :: every], rows[every - 1 :: every]
-    bars = shares(run.name, _WAITS, _WAIT_COLOURS, epochs, rows, "share of training time")
+    bars = stacked_bars(run.name, _WAITS, _WAIT_COLOURS, epochs, rows, "share of training time")
     whole = sum(totals)
     words = ", ".join(
         f"{total / whole:.0%} {name}".replace("%", " %")

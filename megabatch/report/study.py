@@ -30,7 +30,7 @@ from megabatch.study.results import Cell, Study
 from megabatch.study.spread import Mean, mean
 from megabatch.study.trials import RECIPE
 
-_SHARES = (1.0, 0.98, 0.95, 0.9)
+_FRACTIONS = (1.0, 0.98, 0.95, 0.9)
 """of the baseline's accuracy, that epochs are counted to"""
 
 
@@ -130,22 +130,25 @@ def _epochs(study: Study) -> str:
     if len(cells) < 2:
         return ""
     batches = [cell.batch for cell in cells]
-    found = {share: [study.epochs_to_baseline(cell, share) for cell in cells] for share in _SHARES}
+    found = {
+        fraction: [study.epochs_to_baseline(cell, fraction) for cell in cells]
+        for fraction in _FRACTIONS
+    }
     lines = [
-        Points(_share_name(share), at, batches, epochs)
-        for at, (share, epochs) in enumerate(found.items())
+        Points(_fraction_name(fraction), at, batches, epochs)
+        for at, (fraction, epochs) in enumerate(found.items())
     ]
     heads = ("accuracy", *(f"{batch:,}" for batch in batches))
     rows = [
-        (f"{dot(at)}{text(_share_name(share))}", *(count(value, 1) for value in epochs))
-        for at, (share, epochs) in enumerate(found.items())
+        (f"{dot(at)}{text(_fraction_name(fraction))}", *(count(value, 1) for value in epochs))
+        for at, (fraction, epochs) in enumerate(found.items())
     ]
     drawn = against_batch("Epochs", lines, "epochs", zero=True, wide=True)
     return f'<div class="charts">{drawn}</div>{table(heads, rows)}'
 
 
-def _share_name(share: float) -> str:
-    return "the baseline's" if share == 1 else f"{100 * share:g} % of it"
+def _fraction_name(fraction: float) -> str:
+    return "the baseline's" if fraction == 1 else f"{100 * fraction:g} % of it"
 
 
 # --- arms --------------------------------------------------------------------------------------

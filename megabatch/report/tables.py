@@ -38,12 +38,12 @@ def published(found: list[Claim]) -> str:
     return "\n".join(lines)
 
 
-def jitter(shares: tuple[float, ...] = (0, 0.01, 0.02, 0.025, 0.03, 0.04, 0.06)) -> str:
+def jitter(values: tuple[float, ...] = (0, 0.01, 0.02, 0.025, 0.03, 0.04, 0.06)) -> str:
     """Each published efficiency with another jitter on every machine, fitted ones too."""
-    found = [[row for row in rows(_with_jitter(share)) if row.unit == "%"] for share in shares]
+    found = [[row for row in rows(_with_jitter(value)) if row.unit == "%"] for value in values]
     lines = [
-        f"| row | published | {' | '.join(f'{100 * share:g}%' for share in shares)} |",
-        "|" + "---|" * (2 + len(shares)),
+        f"| row | published | {' | '.join(f'{100 * value:g}%' for value in values)} |",
+        "|" + "---|" * (2 + len(values)),
     ]
     for same in zip(*found, strict=True):
         cells = " | ".join(f"{row.predicted:.1f}" for row in same)
@@ -51,8 +51,8 @@ def jitter(shares: tuple[float, ...] = (0, 0.01, 0.02, 0.025, 0.03, 0.04, 0.06))
     return "\n".join(lines)
 
 
-def _with_jitter(share: float) -> dict[str, Machine]:
-    return {name: replace(machine, jitter=share) for name, machine in MACHINES.items()}
+def _with_jitter(value: float) -> dict[str, Machine]:
+    return {name: replace(machine, jitter=value) for name, machine in MACHINES.items()}
 
 
 def sources() -> str:

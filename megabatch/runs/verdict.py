@@ -143,14 +143,14 @@ Bound = Literal["input", "communication", "compute"]
 @dataclass(frozen=True)
 class Verdict:
     bound: Bound
-    share: float
+    fraction: float
     """of the time"""
     advice: str
     """empty: there is none"""
 
     @property
     def measured(self) -> str:
-        return f"{self.bound}-bound {_percent(self.share)}"
+        return f"{self.bound}-bound {_percent(self.fraction)}"
 
     def __str__(self) -> str:
         return f"{self.measured}: {self.advice}" if self.advice else self.measured
@@ -160,17 +160,17 @@ def verdict(waits: Waits, facts: Facts, before: Bound = "compute") -> Verdict:
     """What is waited for most, and what to do about it; `before` is what it was until now, which
     has to change clearly to be another."""
     total = max(waits.seconds, 1e-9)
-    shares: dict[Bound, float] = {
+    waited: dict[Bound, float] = {
         "input": waits.input / total,
         "communication": waits.communication / total,
     }
-    worst = max(shares, key=lambda name: shares[name])
-    if before in shares and shares[before] >= _STILL * max(shares[worst], _NOTABLE):
+    worst = max(waited, key=lambda name: waited[name])
+    if before in waited and waited[before] >= _STILL * max(waited[worst], _NOTABLE):
         worst = before
-    elif shares[worst] < _NOTABLE:
-        return Verdict("compute", max(0.0, 1 - sum(shares.values())), _compute_advice(waits, facts))
+    elif waited[worst] < _NOTABLE:
+        return Verdict("compute", max(0.0, 1 - sum(waited.values())), _compute_advice(waits, facts))
     advice = _input_advice(waits, facts) if worst == "input" else _communication_advice(facts)
-    return Verdict(worst, shares[worst], advice)
+    return Verdict(worst, waited[worst], advice)
 
 
 def _compute_advice(waits: Waits, facts: Facts) -> str:
@@ -252,7 +252,7 @@ class Verdicts:
         if fresh:
             self._advised.add(found.bound)
             return str(found)
-        return found.measured if found.share >= _LARGE else None
+        return found.measured if found.fraction >= _LARGE else None
 
     def _name(self, slow: Straggler) -> str | None:
         """Once: what else is waited for is of no account while all wait for one."""
@@ -268,7 +268,7 @@ class Verdicts:
             "for images": self._ever.input / max(total, 1e-9),
             "for other workers": self._ever.communication / max(total, 1e-9),
         }
-        parts = [f"{_percent(share)} {what}" for what, share in waited.items() if share >= _NOTABLE]
+        parts = [f"{_percent(part)} {what}" for what, part in waited.items() if part >= _NOTABLE]
         if total < _SUMMARY_SECONDS or not parts:
             return None
         return f"of {total:.0f} s of training the first worker waited {', '.join(parts)}"
@@ -278,8 +278,8 @@ def _idle(efforts: Sequence[Effort]) -> list[Effort]:
     return [Effort(effort.host, 0.0, 0) for effort in efforts]
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %"
 
 
 def idle_workers(images: int, micro: int, world: int, or_else: str = "") -> str | None:

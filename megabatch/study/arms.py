@@ -125,8 +125,8 @@ def _follow_noise(config: Config) -> Config:
     most = first << max(0, (2 * config.batch // first).bit_length() - 1)
     micro = max(1, min(config.micro, first // _NOISE_PASSES) // config.span) * config.span
     follows = config.optimizer.name != "muon"
-    share = first / config.batch if follows else 1.0
-    kept = _rate(reference=config.lr.peak(config.batch) * share, per=None)(config)
+    scale = first / config.batch if follows else 1.0
+    kept = _rate(reference=config.lr.peak(config.batch) * scale, per=None)(config)
     noise = replace(config.noise, follow=True, least=first, most=most)
     return replace(kept, batch=first, micro=micro, noise=noise, rate_follows_batch=follows)
 

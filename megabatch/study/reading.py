@@ -135,5 +135,5 @@ def _seeds(count: int) -> str:
 
 
 def _ratio(one: Cell, other: Cell, name: str) -> str:
-    share = one.summary(name).value / other.summary(name).value
-    return f"1/{1 / share:.3g}" if 0 < share < 1 else f"{share:.3g} times"
+    ratio = one.summary(name).value / other.summary(name).value
+    return f"1/{1 / ratio:.3g}" if 0 < ratio < 1 else f"{ratio:.3g} times"

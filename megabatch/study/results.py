@@ -197,15 +197,14 @@ class Study:
             return mean([])
         return difference([100 * t for t in cell.top1s], [100 * t for t in recipe.top1s])
 
-    def epochs_to_baseline(self, cell: Cell, share: float = 1.0) -> float:
+    def epochs_to_baseline(self, cell: Cell, fraction: float = 1.0) -> float:
         """Epochs until a cell's mean curve reached what the baseline ended with, or a share of it
         (nan: it did not)."""
         if self.baseline is None or not cell.finished:
             return math.nan
         # The baseline reaches its own end, whatever the rounding of a mean.
-        return (
-            cell.epochs_to(share * self.baseline.curve[-1][1]) if self.baseline.curve else math.nan
-        )
+        curve = self.baseline.curve
+        return cell.epochs_to(fraction * curve[-1][1]) if curve else math.nan
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A line for each cell, for tables and JSON; None where a number is not known."""
@@ -291,8 +290,8 @@ def known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _percent(share: float) -> str:
-    return f"{share:.2%}" if math.isfinite(share) else "failed"
+def _percent(fraction: float) -> str:
+    return f"{fraction:.2%}" if math.isfinite(fraction) else "failed"
 
 
 def read(path: Path) -> Study:

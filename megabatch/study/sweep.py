@@ -41,7 +41,7 @@ from megabatch.training import train
 Say = Callable[[str], None]
 
 
-class SharedImages:
+class OpenedImages:
     """The images that runs were last opened for; another data set takes their place."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -153,7 +153,7 @@ class Sweep:
     ) -> None:
         self._out, self._cluster, self._say = out, cluster, say
         self._keep, self._verbose = keep_checkpoints, verbose
-        self._images, self._left = SharedImages(cluster), TimeLeft()
+        self._images, self._left = OpenedImages(cluster), TimeLeft()
 
     def over(self, trials: list[Trial], what: str) -> str:
         """How it ended: finished or stopped."""

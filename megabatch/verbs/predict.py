@@ -85,10 +85,12 @@ def _predicted(trained: Any, names: tuple[str, ...], top: int) -> list[dict[str,
     if whole:
         likely = trained.logits(torch.cat(pixels)).double().softmax(1)
         values, labels = likely.topk(min(top, likely.shape[1]), dim=1)
-        for name, shares, classes in zip(whole, values.tolist(), labels.tolist(), strict=True):
+        for name, probabilities, classes in zip(
+            whole, values.tolist(), labels.tolist(), strict=True
+        ):
             found[name]["top"] = [
-                {"class": trained.classes[label], "label": label, "probability": share}
-                for label, share in zip(classes, shares, strict=True)
+                {"class": trained.classes[label], "label": label, "probability": probability}
+                for label, probability in zip(classes, probabilities, strict=True)
             ]
     return [found[name] for name in names]
 

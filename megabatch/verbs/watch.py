@@ -69,9 +69,9 @@ class Watched:
         return self.state == "running"
 
     @property
-    def share(self) -> float:
-        share = self.record.epoch / (number(self.record.config.get("epochs")) or math.nan)
-        return min(1.0, share) if share > 0 else 0.0
+    def progress(self) -> float:
+        fraction = self.record.epoch / (number(self.record.config.get("epochs")) or math.nan)
+        return min(1.0, fraction) if fraction > 0 else 0.0
 
     def seconds_left(self) -> float:
         record = self.record
@@ -165,7 +165,7 @@ class WatchedBar:
             self._progress.console.print(words, markup=False, highlight=False, soft_wrap=True)
         self._shown = len(run.record.evaluations)
         self._progress.update(
-            self._bar, completed=run.share, description=printable(run.line(self._brief))
+            self._bar, completed=run.progress, description=printable(run.line(self._brief))
         )
 
 
