@@ -37,7 +37,7 @@ def scaling(found):
         "Weak scaling between emulated hosts: images/s, two images a worker in a step",
         lines,
         batch_axis(workers),
-        axis_of([value for line in lines for value in line.reach], zero=True, whole=True),
+        axis_of([value for line in lines for value in line.reach], zero=True, keep_all=True),
         ticks=[(math.log2(count), str(count)) for count in workers],
         across="workers, one a host",
         say=short,

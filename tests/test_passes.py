@@ -51,7 +51,7 @@ def test_on_a_cpu_a_net_runs_as_it_is_unless_asked(world):
 def test_a_net_without_blocks_is_compiled_whole():
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
     limit = torch._dynamo.config.recompile_limit
-    undo = compile_net(net, whole=False)
+    undo = compile_net(net, as_one=False)
     assert net._compiled_call_impl is not None
     undo()
     assert net._compiled_call_impl is None

@@ -204,3 +204,24 @@ def test_words_of_speech_name_nothing():
             if isinstance(node, ast.Name | ast.arg | ast.FunctionDef | ast.ClassDef)
         }
         assert not {word.strip("_") for word in found if word} & vague, name
+
+
+# Of each a fraction of 0 to 1, and others' scripts and checkpoints have it: the rate of a group of
+# parameters as a share of the whole, and a slice's part of its tensor. So have settings and keys
+# of files: val_share, tuning_share, evaluation_share, peak_share, sending_share.
+PUBLIC_SHARES = {("megabatch.optim.groups", "share"), ("megabatch.plans.message", "share")}
+
+
+def test_one_name_is_one_thing():
+    """`share` and `whole` once stood for a dozen things each: whatever is named anew says which."""
+    found = set()
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                    found.add((module, name.strip("_")))
+                case ast.arg(arg=name) | ast.alias(asname=str(name)):
+                    found.add((module, name.strip("_")))
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    found.add((module, name.strip("_")))
+    assert {(m, name) for m, name in found if name in ("share", "shares", "whole")} == PUBLIC_SHARES

@@ -52,7 +52,7 @@ def undisturbed(job: TrainingJob, stop: Stop = _never) -> dict[str, Any]:
 def disturbed(
     job: TrainingJob,
     faults: Sequence[tuple[str, Fault]],
-    whole: dict[str, Any],
+    wanted: dict[str, Any],
     say: Say,
     stop: Stop = _never,
 ) -> Outcome:
@@ -75,7 +75,7 @@ def disturbed(
             seen = job.seen()
             if seen != moved:
                 looked, moved = now, seen
-            if waiting and seen >= waiting[0][1].at * whole["seen"]:
+            if waiting and seen >= waiting[0][1].at * wanted["seen"]:
                 kind, fault = waiting.pop(0)
                 say(f"  at {seen:,} images: {fault}")
                 fault.strike(job)
@@ -84,10 +84,10 @@ def disturbed(
             if now - looked > _STUCK_SECONDS:
                 raise RunFailed(f"the job hangs at {seen} images: {job.last_words()}")
             _look_again(stop)
-        covered = job.steps() == list(range(whole["steps"]))
-        outcome.equal = covered and job.result["weights_sha256"] == whole["weights_sha256"]
+        covered = job.steps() == list(range(wanted["steps"]))
+        outcome.equal = covered and job.result["weights_sha256"] == wanted["weights_sha256"]
         if not covered:
-            say(f"  its metrics tell of steps {job.steps()}, not of each of {whole['steps']} once")
+            say(f"  its metrics tell of steps {job.steps()}, not of each of {wanted['steps']} once")
     outcome.seconds = time.monotonic() - began
     return outcome
 

@@ -341,7 +341,9 @@ class Config:
 
     def _check_length(self) -> None:
         """What lies at an epoch of the run must lie inside it."""
-        whole = f"from Python, config.resized(epochs={self.epochs:g}) shortens the whole recipe"
+        from_python = (
+            f"from Python, config.resized(epochs={self.epochs:g}) shortens the whole recipe"
+        )
         begins = [stage.epoch for stage in self.all_stages]
         need(
             all(a < b for a, b in itertools.pairwise(begins)),
@@ -351,17 +353,17 @@ class Config:
         need(
             begins[-1] < self.epochs or len(begins) == 1,
             f"a stage begins at epoch {begins[-1]:g} but the run ends at epoch {self.epochs:g}: "
-            f"raise --epochs or drop the stage; {whole}",
+            f"raise --epochs or drop the stage; {from_python}",
         )
         need(
             self.lr.warmup <= self.epochs,
             f"the warm-up of {self.lr.warmup:g} epochs does not fit into {self.epochs:g}: "
-            f"lower --lr.warmup or raise --epochs; {whole}",
+            f"lower --lr.warmup or raise --epochs; {from_python}",
         )
         need(
             self.lr.decay != "steps" or self.lr.drop_at[-1] < self.epochs,
             f"the rate drops at epoch {max(self.lr.drop_at, default=0):g} but the run ends at "
-            f"epoch {self.epochs:g}: raise --epochs or change --lr.drop-at; {whole}",
+            f"epoch {self.epochs:g}: raise --epochs or change --lr.drop-at; {from_python}",
         )
 
     def resume_difference(self, asked: Config) -> str | None:

@@ -90,8 +90,8 @@ class Data:
         as training does."""
         if self.resize:
             return min(1.0, self.size / self.resize)
-        whole = self.crop_area[0] == 1 and self.scale == (0, 0)
-        return None if whole else 7 / 8
+        uncropped = self.crop_area[0] == 1 and self.scale == (0, 0)
+        return None if uncropped else 7 / 8
 
     def evaluation_sees(self) -> tuple[str, str]:
         """How much of an image, and why so much, in words."""

@@ -153,8 +153,8 @@ def _wanted_tuple(value: Any, inner: tuple[Any, ...]) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return whole or (isinstance(value, float) and math.isfinite(value))
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    return integer or (isinstance(value, float) and math.isfinite(value))
 
 
 def _is_text(value: Any) -> bool:

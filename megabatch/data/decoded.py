@@ -76,7 +76,7 @@ class Decoded(Source):
         self.mean, self.std = _COLOUR if data.channels == 3 else _GREY
         self._workspace, self._arena = Workspace(), Arena()
         # Which images were found whole earlier, by this process or one that was forked off it.
-        self._whole = None if records.checked else _shared_flags(len(chosen))
+        self._found_intact = None if records.checked else _shared_flags(len(chosen))
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -152,10 +152,10 @@ class Decoded(Source):
         if isinstance(image, numpy.ndarray):
             left, upper, right, lower = box
             return with_channels(image[upper:lower, left:right], channels)
-        trusted = self._whole is None or bool(self._whole[place])
+        trusted = self._found_intact is None or bool(self._found_intact[place])
         crop = region(image, head, box, channels, self.data.size, self._workspace, trusted)
-        if self._whole is not None:
-            self._whole[place] = 1
+        if self._found_intact is not None:
+            self._found_intact[place] = 1
         return crop
 
     def _put(self, crop: Pixels, out: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class Supervisor:
         this process have been stopped itself"""
         self._lost = 0
         self._stillborn = 0
-        self._whole = False
+        self._all_in = False
         """all members are in one world"""
         self._agreed = False
         """they come out of it by themselves, for another number"""
@@ -263,9 +263,9 @@ class Supervisor:
         if self._stillborn >= _STILLBORN:
             raise WorkerFailed(f"{name} ended {how} before it had begun, as did others before it")
         # Those that are lost at once, or make each other fail, are one loss.
-        if self._whole or member.recalled is None:
+        if self._all_in or member.recalled is None:
             self._lost += 1
-        self._whole = False
+        self._all_in = False
         if self._lost > self._losses.most and not self._enough():
             raise WorkerFailed(f"{name} ended {how}")
         self._break_up()
@@ -313,9 +313,9 @@ class Supervisor:
     def _break_up(self) -> None:
         """Have all come out of a world that is not whole any more."""
         waiting = any(member.joined for member in self._members)
-        if self._whole and not waiting:
+        if self._all_in and not waiting:
             return
-        self._whole = False
+        self._all_in = False
         for member in self._members:
             if member.world is not None and member.recalled is None:
                 member.recalled = time.monotonic()
@@ -381,7 +381,7 @@ class Supervisor:
             member.met = False
         self._results.clear()
         self._worlds += 1
-        self._whole, self._agreed = True, False
+        self._all_in, self._agreed = True, False
         for member in order:
             member.tell("world", member.world)
         self._on_world(tuple(member.process.pid for member in order))

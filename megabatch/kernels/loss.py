@@ -62,9 +62,9 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
     top = tl.max(row)
     exponents = tl.where(inside, tl.exp(row - top), 0.0)
     total = tl.sum(exponents)
-    whole = tl.log(total) + top
+    log_sum = tl.log(total) + top
     mean = tl.sum(tl.where(inside, row, 0.0)) / classes
-    loss = whole - (1 - smoothing) * own - smoothing * mean
+    loss = log_sum - (1 - smoothing) * own - smoothing * mean
     # Of equal logits the first counts as the better one.
     above = (row > own) | ((row == own) & (column < label))
     rank = tl.sum(tl.where(inside & above, 1, 0))

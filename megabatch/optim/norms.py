@@ -39,9 +39,10 @@ def _long(tensor: Tensor) -> bool:
 def _by_rows(tensor: Tensor) -> Tensor | None:
     """The norm of the norms of rows; None where float32 might not do for the rows."""
     numbers = flat(tensor)
-    whole = len(numbers) // _ROW * _ROW
-    rows = torch.linalg.vector_norm(numbers[:whole].view(-1, _ROW), dim=1)
-    norm: Tensor = torch.linalg.vector_norm(torch.cat([rows, numbers[whole:]]), dtype=torch.float64)
+    in_rows = len(numbers) // _ROW * _ROW
+    rows = torch.linalg.vector_norm(numbers[:in_rows].view(-1, _ROW), dim=1)
+    both = torch.cat([rows, numbers[in_rows:]])
+    norm: Tensor = torch.linalg.vector_norm(both, dtype=torch.float64)
     least, most = _SURE
     if least < norm < most or (norm == 0 and not numbers.any()):
         return norm

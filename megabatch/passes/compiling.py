@@ -12,10 +12,10 @@ from torch import nn
 _RECOMPILATIONS = 64
 
 
-def compile_net(net: nn.Module, whole: bool) -> Callable[[], None]:
+def compile_net(net: nn.Module, as_one: bool) -> Callable[[], None]:
     """Compile a net's blocks in place, or all of it as one, at the first call; returns what undoes
     it."""
-    blocks = [net] if whole else list(_blocks(net)) or [net]
+    blocks = [net] if as_one else list(_blocks(net)) or [net]
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _RECOMPILATIONS)
     for block in blocks:

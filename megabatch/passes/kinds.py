@@ -76,7 +76,7 @@ def choose(
     undo = None
     if compiled:
         # On a GPU equal blocks share kernels, which take long to make; a CPU's take the calls.
-        undo = compile_net(net, whole=device.type == "cpu" and cluster.world == 1)
+        undo = compile_net(net, as_one=device.type == "cpu" and cluster.world == 1)
     return PlainPass(config, device, net, moving, undo, classes)
 
 

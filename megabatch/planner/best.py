@@ -120,20 +120,20 @@ def least_work(job: Job, gpus: int) -> float:
 def at_least(job: Job, cost: Price, wire: str, bucket_mb: float | None = None) -> float:
     """A time of training that a price cannot beat with such buckets (None: with any): the last one
     is full when backward ends, and all of them must go over the wire."""
-    whole = cost.latency + cost.seconds_per_byte * job.nbytes(wire)
+    on_wire = cost.latency + cost.seconds_per_byte * job.nbytes(wire)
     if bucket_mb is None or job.gpus == 1:
-        return _beside(job, cost.latency, whole)
+        return _beside(job, cost.latency, on_wire)
     full = job.buckets(bucket_mb, wire)
     last = cost.latency + cost.seconds_per_byte * full[-1].nbytes
-    return _beside(job, last, whole, full[0].ready)
+    return _beside(job, last, on_wire, full[0].ready)
 
 
-def _beside(job: Job, behind: float, whole: float, first_ready: float = 0.0) -> float:
+def _beside(job: Job, behind: float, on_wire: float, first_ready: float = 0.0) -> float:
     """Training if so much follows backward and so much follows its first bucket, at least."""
     total = 0.0
     for stretch in job.stretches:
         backward = (1 - first_ready) * (1 - FORWARD) * stretch.pass_seconds
-        busy = stretch.compute_seconds * (1 + job.slowest) + max(behind, whole - backward, 0.0)
+        busy = stretch.compute_seconds * (1 + job.slowest) + max(behind, on_wire - backward, 0.0)
         total += stretch.steps * max(busy, stretch.input_seconds)
     return total
 

@@ -281,12 +281,12 @@ def _swaps(
     most_of_node, most_of_rack = -(-node // step), -(-rack // step)
     near, far, farthest = hop_latencies(machine)
     slowest = SecondsPerByte.of(machine).slowest
-    extent, whole, distance = line.extent, line.extent == line.world, 1
+    extent, all_ranks, distance = line.extent, line.extent == line.world, 1
     while distance < line.members:
         # pairs lie in whole blocks of so many ranks, if lines begin with one; each edge of a node
         # that cuts pairs cuts as many as they are wide
         width = 2 * distance * line.stride
-        paired = whole or extent % width == 0
+        paired = all_ranks or extent % width == 0
         flows: float = 0 if paired and node % width == 0 else min(most_of_node, width)
         upwards: float = 0
         if rack and flows and not (paired and rack % width == 0):

@@ -24,7 +24,7 @@ class Doubt:
     """of a pass"""
     rest: float = 1.0
     """evaluation and pauses"""
-    whole: float = 1.0
+    total: float = 1.0
     """the time of the run"""
 
 
@@ -46,7 +46,7 @@ def doubts(machine: Machine, workload: Workload, gpus: int) -> Iterator[tuple[Do
         yield Doubt(speed=1 / 1.35), Doubt(speed=1.35)
     # runs of one machine differ by a few per cent; clusters lose more than is modelled
     clustered = gpus > machine.workers_per_node
-    yield Doubt(whole=0.95), Doubt(whole=1.15 if clustered else 1.06)
+    yield Doubt(total=0.95), Doubt(total=1.15 if clustered else 1.06)
 
 
 def shifted(machine: Machine, doubt: Doubt) -> Machine:

@@ -37,10 +37,10 @@ class Limits:
     above: float = -float("inf")
     least: float = -float("inf")
     most: float = float("inf")
-    whole: bool = False
+    integer: bool = False
 
     def sentence(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
+        kind = "a whole number" if self.integer else "a number"
         if isfinite(self.above):
             return f"{kind} above {self.above:g}"
         if isfinite(self.most):
@@ -50,12 +50,12 @@ class Limits:
     def hold(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
-        most = _MOST if self.whole else _LARGEST
+        most = _MOST if self.integer else _LARGEST
         if not abs(value) < most:  # nan too
             return False
         if self.above == 0 and not 1 / most < value:  # something will be divided by it
             return False
-        if self.whole and value != int(value):
+        if self.integer and value != int(value):
             return False
         return self.above < value and self.least <= value <= self.most
 
@@ -82,7 +82,7 @@ class Checked:
             if not limits.hold(value):
                 key = f"{self.called}.{one.name}".lstrip(".")
                 raise UserError(f"{key} is {shown(value)}: give {limits.sentence()}")
-            if limits.whole:
+            if limits.integer:
                 object.__setattr__(self, one.name, int(value))  # 4.0 is a whole number
 
 
@@ -106,7 +106,7 @@ class Network(Checked):
     bytes_per_second: float = _number(above=0)
     """of one NIC, in one direction: what it was measured to carry, or its line rate if
     `transport` is given"""
-    nics: int = _number(1, least=1, whole=True)
+    nics: int = _number(1, least=1, integer=True)
     flow_bytes_per_second: float | None = _number(None, above=0)
     """the most that one pair of workers gets (None: all NICs, as NCCL's channels do)"""
     transport: str = ""
@@ -140,7 +140,7 @@ class Spine(Checked):
 
     called = "links.spine"
     latency_seconds: float = _number(least=0)
-    nodes_per_rack: int = _number(least=1, whole=True)
+    nodes_per_rack: int = _number(least=1, integer=True)
     oversubscription: float = _number(1.0, above=0)
     """bandwidth of a rack's NICs over that of its uplinks"""
 
@@ -164,9 +164,9 @@ class Rate(Checked):
 
     called = "compute"
     model: str
-    micro: int = _number(least=1, whole=True)
+    micro: int = _number(least=1, integer=True)
     images_per_second: float = _number(above=0)
-    workers: int = _number(1, least=1, whole=True)
+    workers: int = _number(1, least=1, integer=True)
     assumed: bool = False
     """nobody measured it: the interval is wider for it"""
 
@@ -177,7 +177,7 @@ class Machine(Checked):
     row."""
 
     name: str
-    workers_per_node: int = _number(least=1, whole=True)
+    workers_per_node: int = _number(least=1, integer=True)
     node: Node | None = None
     network: Network | None = None
     spine: Spine | None = None
@@ -193,7 +193,7 @@ class Machine(Checked):
     """of a worker's computing that a collective takes from it while it is on the wire"""
     input_images_per_second: float | None = _number(None, above=0)
     """what one node can read and decode (None: more than its workers ask for)"""
-    largest_micro: int | None = _number(None, least=1, whole=True)
+    largest_micro: int | None = _number(None, least=1, integer=True)
     """images of one pass, at most (None: as many as fit into the chip's memory)"""
     start_seconds: float = _number(20.0, least=0)
     """from the start of the workers to the first step; no part of a run's time, but paid for"""

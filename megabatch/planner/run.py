@@ -228,7 +228,7 @@ class Job:
         """Training that leaves a run of so many seconds time for the rest."""
         count = sum(stretch.steps for stretch in self.stretches)
         paused = 1 + self.doubt.rest * self.evaluations * PAUSE_STEPS / count
-        return (seconds / self.doubt.whole - self.evaluations * self._one_evaluation()) / paused
+        return (seconds / self.doubt.total - self.evaluations * self._one_evaluation()) / paused
 
     def forecast(self, setting: Setting, reference_batch: int | None = None) -> Forecast:
         """`reference_batch`: what the single node trains with (None: the same batch)."""
@@ -300,7 +300,7 @@ class Job:
     def whole_run(self, train: float) -> float:
         mean_step = train / sum(stretch.steps for stretch in self.stretches)
         pause = self.doubt.rest * PAUSE_STEPS * mean_step
-        return self.doubt.whole * (train + self.evaluations * (self._one_evaluation() + pause))
+        return self.doubt.total * (train + self.evaluations * (self._one_evaluation() + pause))
 
     def interval(self, setting: Setting) -> tuple[float, float]:
         """Where nine of ten runs should end: each doubt's own effect, added as independent ones

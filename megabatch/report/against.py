@@ -49,7 +49,7 @@ def against_batch(
     x = batch_axis([batch for line in lines for batch in line.batches])
     reach = [v for line in lines for v in _reach(line)] + [level]
     log = log and far_apart(reach)
-    y = axis_of(reach, log, zero, whole=True)
+    y = axis_of(reach, log, zero, keep_all=True)
     if x is None or y is None:
         return ""
     say = (lambda v: f"{100 * v:.4g} %") if percent else short

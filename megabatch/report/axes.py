@@ -92,14 +92,14 @@ def _round_step(least: float) -> float:
 
 
 def axis_of(
-    values: Sequence[float], log: bool = False, zero: bool = False, whole: bool = False
+    values: Sequence[float], log: bool = False, zero: bool = False, keep_all: bool = False
 ) -> Axis | None:
-    """An axis for values; unless `whole`, those that lie far from nearly all others are left
+    """An axis for values; unless `keep_all`, those that lie far from nearly all others are left
     outside."""
     found = sorted(v for v in values if math.isfinite(v) and (v > 0 or not log))
     if not found:
         return None
-    spare = 0 if whole else len(found) // 100
+    spare = 0 if keep_all else len(found) // 100
     low, high = found[spare], found[len(found) - 1 - spare]
     if not log:
         slack = _NEAR * (high - low)

@@ -60,7 +60,7 @@ def chart(
         for v in (_middle(line) if line.style == "thin" else (*line.low, *line.high))
     ]
     log = log and far_apart(drawn)
-    y = axis_of(drawn, log, zero, whole=all(line.style == "stairs" for line in lines))
+    y = axis_of(drawn, log, zero, keep_all=all(line.style == "stairs" for line in lines))
     xs = [v for line in lines for v in line.middle[0]]
     if y is None or not xs:
         return ""

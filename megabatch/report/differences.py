@@ -15,7 +15,7 @@ def differences(title: str, found: Mapping[str, Mean], unit: str) -> str:
     difference is known."""
     known = {name: diff for name, diff in found.items() if math.isfinite(diff.value)}
     ends = [d.value + sign * _half(d) for d in known.values() for sign in (-1, 1)]
-    axis = axis_of([*ends, 0.0], whole=True)
+    axis = axis_of([*ends, 0.0], keep_all=True)
     if not known or axis is None:
         return ""
 

@@ -22,7 +22,7 @@ def error_figure(study: Study, title: str) -> str:
     lines = [_errors(arm, [cell for cell in cells if cell.arm == arm]) for arm in arms]
     batches = sorted({cell.batch for cell in cells if cell.arm in arms})
     x = batch_axis(batches)
-    y = axis_of([value for line in lines for value in line.reach], whole=True)
+    y = axis_of([value for line in lines for value in line.reach], keep_all=True)
     if x is None or y is None or study.baseline is None:
         return ""
     return picture(
@@ -45,7 +45,7 @@ def arm_figure(study: Study, arm: str, batch: int, title: str) -> str:
         for cell in study.to_compare(batch)
         if cell.arm in (RECIPE, arm)
     ]
-    y = axis_of([value for line in lines for value in line.reach], whole=True)
+    y = axis_of([value for line in lines for value in line.reach], keep_all=True)
     if len(lines) < 2 or y is None:
         return ""
     x = Axis(0.0, 1.01 * max(epoch for line in lines for epoch, _ in line.points))

@@ -121,20 +121,20 @@ def _timeline(step: StepForecast) -> Iterator[str]:
         ("slowest worker", arrived, late),
         ("input", late, step.seconds),
     )
-    whole = step.seconds
+    total = step.seconds
 
     def piece(name: str, start: float, end: float, words: str) -> Piece:
         times = f"{words}: {1e3 * start:.3f} to {1e3 * end:.3f} ms"
-        return Piece(start / whole, end / whole, COLOURS[name], times)
+        return Piece(start / total, end / total, COLOURS[name], times)
 
     computed = [piece(name, start, end, name) for name, start, end in spans]
-    yield bar("worker", f"{1e3 * whole:,.2f} ms", computed)
+    yield bar("worker", f"{1e3 * total:,.2f} ms", computed)
     if step.sent:
         sent = [
             piece(
                 "bucket on the wire",
                 one.start,
-                min(one.end, whole),
+                min(one.end, total),
                 f"bucket {number}, {one.nbytes / 1e6:.2f} MB",
             )
             for number, one in enumerate(step.sent, 1)

@@ -226,9 +226,9 @@ def _waits(run: Named) -> tuple[str, str]:
         if not (seconds > 0 and images and seen > 0 and all(map(math.isfinite, parts))):
             continue
         known = [max(0.0, seconds - sum(parts)), *parts]
-        whole = sum(known)
+        counted = sum(known)
         epochs.append(seen / images)
-        rows.append([part / whole for part in known])
+        rows.append([part / counted for part in known])
         totals = [total + part for total, part in zip(totals, known, strict=True)]
     if not rows:
         return "", ""
@@ -236,11 +236,11 @@ def _waits(run: Named) -> tuple[str, str]:
         every = -(-len(rows) // _MOST_COLUMNS)
         epochs, rows = epochs[every - 1 :: every], rows[every - 1 :: every]
     bars = stacked_bars(run.name, _WAITS, _WAIT_COLOURS, epochs, rows, "share of training time")
-    whole = sum(totals)
+    all_counted = sum(totals)
     words = ", ".join(
-        f"{total / whole:.0%} {name}".replace("%", " %")
+        f"{total / all_counted:.0%} {name}".replace("%", " %")
         for total, name in zip(totals, _WAITS, strict=True)
-        if total / whole >= 0.005
+        if total / all_counted >= 0.005
     )
     return bars, f"<p>{dot(run.at)} {text(run.name)}: {text(words)}.</p>"
 

@@ -90,13 +90,13 @@ def _onnx(trained: Trained) -> Exported:
     """Images as numbers of 0 to 1 in, logits out; mean and deviation are inside."""
     import onnx
 
-    whole = _WithScale(trained).eval()
+    with_scale = _WithScale(trained).eval()
     data = trained.config.data
     example = torch.rand(2, data.channels, data.size, data.size)
     with tempfile.TemporaryDirectory() as folder, _quietly():
         path = Path(folder) / "net.onnx"
         torch.onnx.export(
-            whole,
+            with_scale,
             (example,),
             str(path),
             input_names=["images"],

@@ -262,11 +262,13 @@ class RunFolder:
             self._check_in_place()
             if comparison is not None and comparison.differing():
                 return
-            whole = {**record, "pending": pending()}
+            with_pending = {**record, "pending": pending()}
             if best:
-                checkpoint.write_alone(path / checkpoint.BEST, snapshot, whole)
+                checkpoint.write_alone(path / checkpoint.BEST, snapshot, with_pending)
             if last:
-                checkpoint.write_snapshot(path / checkpoint.CHECKPOINTS, snapshot, whole, keep)
+                checkpoint.write_snapshot(
+                    path / checkpoint.CHECKPOINTS, snapshot, with_pending, keep
+                )
 
         with self._in_words():
             self._background.begin(write)

@@ -238,8 +238,8 @@ def drop_after(path: Path, seen: int, first_step: int) -> None:
         return
     with replacing(path) as aside, open_plain(path, sys.maxsize) as old, aside.open("xb") as new:
         while line := old.readline(_LONGEST_LINE):
-            whole = line.endswith(b"\n") and not _is_after(line, seen, first_step)
-            if whole or len(line) == _LONGEST_LINE:  # a piece of what is no record
+            kept = line.endswith(b"\n") and not _is_after(line, seen, first_step)
+            if kept or len(line) == _LONGEST_LINE:  # a piece of what is no record
                 new.write(line)
         new.flush()
         os.fsync(new.fileno())

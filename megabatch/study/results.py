@@ -104,12 +104,12 @@ class Cell:
     def curve(self) -> list[tuple[float, float]]:
         """Epochs and top-1 of its evaluations, the mean over seeds; of finished runs those whose
         metrics are whole, or a mean would be of different epochs."""
-        whole = [run.curve for run in self.drawn if run.curve_is_whole]
+        complete = [run.curve for run in self.drawn if run.curve_is_whole]
         most: dict[float, int] = {}
-        for curve in whole:
+        for curve in complete:
             end, _ = curve[-1]
             most[end] = max(most.get(end, 0), len(curve))
-        curves = [curve for curve in whole if len(curve) == most[curve[-1][0]]]
+        curves = [curve for curve in complete if len(curve) == most[curve[-1][0]]]
         return [
             (points[0][0], statistics.fmean(top1 for _, top1 in points))
             for points in zip(*curves, strict=False)

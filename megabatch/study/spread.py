@@ -60,12 +60,12 @@ def quantile(freedom: float, level: float = LEVEL) -> float:
     integral of cos^(freedom - 1) up to x, over the one up to pi / 2."""
     if not freedom > 0:
         return math.nan
-    whole = math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
-    whole *= math.sqrt(math.pi) / 2
+    full = math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
+    full *= math.sqrt(math.pi) / 2
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
-        if _integral(middle, freedom - 1) < level * whole:
+        if _integral(middle, freedom - 1) < level * full:
             low = middle
         else:
             high = middle

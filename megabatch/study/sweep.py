@@ -50,11 +50,11 @@ class OpenedImages:
 
     def of(self, config: Config) -> tuple[Source, Source]:
         seed = config.seed if config.data.kind == "synthetic" else 0
-        whole = replace(config.data, tuning_share=0.0)
-        key = (whole, seed)
+        untuned = replace(config.data, tuning_share=0.0)
+        key = (untuned, seed)
         if self._opened is None or self._opened[0] != key:
             self._opened = None  # before the next are brought to the device
-            train_set, val_set = open_sources(replace(config, data=whole), None, self._cluster)
+            train_set, val_set = open_sources(replace(config, data=untuned), None, self._cluster)
             placed = (
                 on_device(train_set, config, self._cluster),
                 on_device(val_set, config, self._cluster),

@@ -88,8 +88,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)  # as it lies in memory: no copy
     flat = tensor.contiguous().view(-1).view(torch.uint8)
-    whole = len(flat) // _WORD * _WORD
-    if whole == 0 or flat.data_ptr() % _WORD:
+    in_words = len(flat) // _WORD * _WORD
+    if in_words == 0 or flat.data_ptr() % _WORD:
         return flat.sum(dtype=torch.int64)
-    words = flat[:whole].view(torch.int64).sum()
-    return words if whole == len(flat) else words + flat[whole:].sum(dtype=torch.int64)
+    words = flat[:in_words].view(torch.int64).sum()
+    return words if in_words == len(flat) else words + flat[in_words:].sum(dtype=torch.int64)

@@ -140,7 +140,7 @@ def _rounds(
     workers = "1 worker" if chaos.workers == 1 else f"{chaos.workers} workers"
     say(f"the undisturbed run, on {workers}")
     runs = disk or place
-    whole = undisturbed(TrainingJob(command, runs / "whole"), stop)
+    wanted = undisturbed(TrainingJob(command, runs / "whole"), stop)
     put_away(runs / "whole", place if chaos.keep_runs else None)
     outcomes = []
     for number in [chaos.round] if chaos.round else range(1, chaos.rounds + 1):
@@ -148,7 +148,7 @@ def _rounds(
         planned = ", ".join(f"at {fault.at:.0%} {fault}" for _, fault in faults)
         say(f"round {number}: {planned}")
         out = runs / f"round-{number}"
-        outcomes.append(disturbed(TrainingJob(command, out, disk), faults, whole, say, stop))
+        outcomes.append(disturbed(TrainingJob(command, out, disk), faults, wanted, say, stop))
         how = "equal" if outcomes[-1].equal else "NOT EQUAL"
         say(f"round {number}: {how}, begun {outcomes[-1].begun} times")
         put_away(out, place if chaos.keep_runs else None)

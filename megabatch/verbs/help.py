@@ -42,21 +42,21 @@ class Flag(NamedTuple):
 
 
 def show_help(
-    kind: Any, words: str, default: Any = None, usage: str = "", whole: bool = False, also: str = ""
+    kind: Any, words: str, default: Any = None, usage: str = "", full: bool = False, also: str = ""
 ) -> None:
     """The help of `megabatch WORDS`, whose flags a dataclass has: in whole words where those fit a
     screen, or are asked for. `usage`: what follows the flags; `also`: what else there is."""
     lines = _help(kind, words, default, usage, True, also)
-    if not whole and len(lines) > LINES:
+    if not full and len(lines) > LINES:
         lines = _help(kind, words, default, usage, False, also)
     print("\n".join(lines))
 
 
-def _help(kind: Any, words: str, default: Any, usage: str, whole: bool, also: str) -> list[str]:
+def _help(kind: Any, words: str, default: Any, usage: str, full: bool, also: str) -> list[str]:
     found = [*flags_said(kind, default)]
     places = [flag.takes for flag in found if flag.positional]
     line = " ".join(["usage: megabatch", words, "[OPTIONS]", *places, *filter(None, [usage])])
-    more = "" if whole else "   (--help-all says more)"
+    more = "" if full else "   (--help-all says more)"
     lines = [*examples(words), "", line + more * (len(line + more) <= WIDE)]
     if about := _about(kind):
         lines += ["", *textwrap.wrap(about, WIDE)]
@@ -64,17 +64,17 @@ def _help(kind: Any, words: str, default: Any, usage: str, whole: bool, also: st
     for flag in found:
         sections.setdefault(flag.section, []).append(flag)
     for section, flags in sections.items():
-        lines += [*([""] if whole or not section else []), *([f"{section}:"] if section else [])]
-        lines += flag_lines(flags, whole)
+        lines += [*([""] if full or not section else []), *([f"{section}:"] if section else [])]
+        lines += flag_lines(flags, full)
     return [*lines, *filter(None, [also])]
 
 
-def flag_lines(flags: Iterable[Flag], whole: bool) -> Iterator[str]:
+def flag_lines(flags: Iterable[Flag], full: bool) -> Iterator[str]:
     """A line a flag, or all that is said of it."""
     named = [(f"  {_named(flag)}", flag) for flag in flags]
     left = 2 + max((len(name) for name, _ in named if len(name) <= _LEFT), default=_LEFT)
     for name, flag in named:
-        words = _in_full(flag) if whole else _in_short(flag, WIDE - left)
+        words = _in_full(flag) if full else _in_short(flag, WIDE - left)
         lines = textwrap.wrap(words, WIDE - left, break_on_hyphens=False)
         beside = len(name) <= _LEFT and lines
         yield f"{name:{left}}{lines.pop(0)}" if beside else name

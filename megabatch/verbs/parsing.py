@@ -36,7 +36,7 @@ def parse(
     """The flags of `megabatch WORDS ...` as an instance of a dataclass; help begins with an
     example. `usage`: what follows the flags on the line, where they are not all of it."""
     if asked := ASKED & {*arguments}:
-        show_help(kind, words, default, usage, whole="--help-all" in asked)
+        show_help(kind, words, default, usage, full="--help-all" in asked)
         raise SystemExit(DONE)
     _refuse_empty(words, arguments, default)
     with mistakes.on_parse_error(functools.partial(_refuse, kind, arguments)):

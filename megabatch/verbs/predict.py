@@ -81,16 +81,16 @@ def _predicted(trained: Any, names: tuple[str, ...], top: int) -> list[dict[str,
             found[name] = {"image": name}
         except UserError as error:
             found[name] = {"image": name, "error": f"{name} cannot be read ({error.__cause__})"}
-    whole = [name for name in names if "error" not in found[name]]
-    if whole:
+    readable = [name for name in names if "error" not in found[name]]
+    if readable:
         likely = trained.logits(torch.cat(pixels)).double().softmax(1)
         values, labels = likely.topk(min(top, likely.shape[1]), dim=1)
-        for name, probabilities, classes in zip(
-            whole, values.tolist(), labels.tolist(), strict=True
+        for name, likeliest, classes in zip(
+            readable, values.tolist(), labels.tolist(), strict=True
         ):
             found[name]["top"] = [
                 {"class": trained.classes[label], "label": label, "probability": probability}
-                for label, probability in zip(classes, probabilities, strict=True)
+                for label, probability in zip(classes, likeliest, strict=True)
             ]
     return [found[name] for name in names]
 

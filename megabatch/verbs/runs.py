@@ -125,13 +125,13 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     from megabatch.report.numbers import UNKNOWN, count, duration, percent
 
     numbers = {n: math.nan if row[n] is None else row[n] for n in row if n != "faults"}
-    far, whole = numbers["epoch"], numbers["epochs"]
+    done, total = numbers["epoch"], numbers["epochs"]
     return {
         "run": printable(row["run"]),
         "recipe": printable(row["recipe"]),
         "state": printable(row["state"]),
         "top-1": percent(numbers["top1"]),
-        "epochs": f"{far:.3g}/{whole:.3g}" if math.isfinite(far + whole) else UNKNOWN,
+        "epochs": f"{done:.3g}/{total:.3g}" if math.isfinite(done + total) else UNKNOWN,
         "steps": count(numbers["steps"]),
         "batch": count(numbers["batch"]),
         "time": duration(numbers["seconds"]),

@@ -287,8 +287,8 @@ def _arm(
     found = {}
     for batch, config in at_batch.items():
         try:
-            whole = config.resized(epochs=epochs)
-            arms = _changed(whole, words, changes) if made else ARMS[name].change(config)
+            resized = config.resized(epochs=epochs)
+            arms = _changed(resized, words, changes) if made else ARMS[name].change(config)
             if (arms := fitted(arms)) != config:
                 found[name, batch] = arms.check()
         except UserError as error:
@@ -395,11 +395,11 @@ def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
     return FAILED if failed else DONE
 
 
-def _help(whole: bool) -> int:
+def _help(full: bool) -> int:
     show_examples("study")
     print("usage: megabatch study RECIPE|RUN/config.json --batches N,N,N [OPTIONS]\n")
     print("arms (--arms NAME ..., or NAME='--flag value' for any flags of train):")
-    if whole:
+    if full:
         for name, arm in ARMS.items():
             print(textwrap.fill(f"  {name:15} {arm.says}", WIDE, subsequent_indent=" " * 18))
     else:

@@ -212,12 +212,12 @@ def _say(summary: dict[str, Any]) -> None:
     )
 
 
-def _help(whole: bool) -> int:
+def _help(full: bool) -> int:
     show_examples("train")
     print("usage: megabatch train RECIPE|RUN/config.json [OPTIONS]\n\nrecipes:")
     for name, recipe in recipes.RECIPES.items():
         says = (recipe.__doc__ or "").strip().splitlines()[0].removesuffix(".")
-        if not whole:
+        if not full:
             says = _clauses(says, WIDE - 22)
         row = f"  {name:19} {says}"
         print(textwrap.fill(row, WIDE, subsequent_indent=" " * 22, break_on_hyphens=False))

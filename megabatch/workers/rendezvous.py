@@ -65,9 +65,9 @@ def _agents_store(place: Place, timeout: timedelta) -> Any:
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    whole = dist.TCPStore(address, port, place.world, False, timeout)  # type: ignore[attr-defined]
-    rounds = within("megabatch rounds", whole)
-    return within(agree(rounds, place.rank, place.world, timeout.total_seconds()), whole)
+    store = dist.TCPStore(address, port, place.world, False, timeout)  # type: ignore[attr-defined]
+    rounds = within("megabatch rounds", store)
+    return within(agree(rounds, place.rank, place.world, timeout.total_seconds()), store)
 
 
 _LOOPBACK = ("127.0.0.1", "localhost")

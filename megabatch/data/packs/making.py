@@ -141,12 +141,12 @@ def pack(
         if len(good) == 0:
             raise UserError(f"{title} has no readable image at all, so there is nothing to pack")
         about, index = _described(origin, title, encoding, order, train, good, parts, len(bad))
-        whole = folder / "whole"
-        with whole.open("wb") as file:
+        joined = folder / "whole"
+        with joined.open("wb") as file:
             write(file, about, index, lambda to: _join(folder, parts, to))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(whole, out)
+        os.replace(joined, out)
         sync(out.parent)
         splits = {name: last - first for name, (first, last) in about.splits.items()}
     shutil.rmtree(folder)
