@@ -13,13 +13,13 @@ from torch import nn
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.loader import StepLoader
-from megabatch.data.named import moved
 from megabatch.data.opening import open_sources
+from megabatch.data.paths import moved
 from megabatch.ema import put_averages
 from megabatch.errors import UserError
 from megabatch.own import check_model, whose
 from megabatch.parts import prepared
-from megabatch.precision import full_dtype, halved
+from megabatch.precision import full_dtype, with_half_weights
 from megabatch.runs import checkpoint
 from megabatch.runs.begun import check_run
 from megabatch.runs.progress import counted, counting, say, to_people
@@ -74,7 +74,7 @@ def evaluate(
                 f"same classes"
             )
         net = ending.enter_context(prepared(config, cluster, val_set.classes, model))
-        ending.enter_context(halved(net, config))
+        ending.enter_context(with_half_weights(net, config))
         checkpoint.load_weights(found, net)
         with checkpoint.fitting(found):
             put_averages(net, checkpoint.load_extra(found))

@@ -46,7 +46,7 @@ def _half_weights(net: nn.Module, config: Config) -> dict[str, nn.Parameter]:
 
 
 @contextlib.contextmanager
-def halved(net: nn.Module, config: Config) -> Iterator[None]:
+def with_half_weights(net: nn.Module, config: Config) -> Iterator[None]:
     """The module's weights are half while this lasts, if the config asks for half weights: as
     evaluation needs them, without masters."""
     weights = _half_weights(net, config).values()

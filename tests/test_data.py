@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from megabatch.config import Config, Data
-from megabatch.data.augment import augment, colour, finish, normalise
+from megabatch.data.augment import augment, finish, normalise, recoloured
 from megabatch.data.crop import (
     CROP_DRAWS,
     centre_boxes,
@@ -179,10 +179,10 @@ def test_flip_mirrors_half_of_the_images():
 def test_jitter_and_lighting_are_keyed_by_position_alone():
     images = torch.rand(6, 3, 8, 8)
     data = replace(PHOTOS, jitter=(0.4, 0.4, 0.4), lighting=0.1)
-    whole = colour(images, torch.arange(10, 16), data, seed=2)
-    parts = [colour(images[n : n + 1], torch.tensor([10 + n]), data, seed=2) for n in range(6)]
+    whole = recoloured(images, torch.arange(10, 16), data, seed=2)
+    parts = [recoloured(images[n : n + 1], torch.tensor([10 + n]), data, seed=2) for n in range(6)]
     assert torch.equal(whole, torch.cat(parts))
-    assert not torch.equal(whole, colour(images, torch.arange(6), data, seed=2))
+    assert not torch.equal(whole, recoloured(images, torch.arange(6), data, seed=2))
 
 
 def jittered(image, draws, strengths):
@@ -201,7 +201,7 @@ def test_jitter_is_brightness_contrast_and_saturation_in_a_drawn_order():
 
     images, strengths = torch.rand(8, 3, 6, 6, dtype=torch.float64), (0.4, 0.3, 0.2)
     data = replace(PHOTOS, jitter=strengths)
-    found = colour(images, torch.arange(8), data, seed=4)
+    found = recoloured(images, torch.arange(8), data, seed=4)
     draws = uniform(4, Purpose.COLOUR, torch.arange(8)[:, None], torch.arange(4)[None]).tolist()
     for n in range(8):
         torch.testing.assert_close(found[n], jittered(images[n], draws[n], strengths))
@@ -210,7 +210,7 @@ def test_jitter_is_brightness_contrast_and_saturation_in_a_drawn_order():
 def test_lighting_has_the_deviations_of_the_principal_components():
     images = torch.zeros(4000, 3, 1, 1, dtype=torch.float64)
     data = replace(PHOTOS, lighting=0.1)
-    found = colour(images, torch.arange(4000), data, seed=0)[:, :, 0, 0]
+    found = recoloured(images, torch.arange(4000), data, seed=0)[:, :, 0, 0]
     components = torch.tensor(
         [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]],
         dtype=torch.float64,

@@ -30,7 +30,7 @@ from megabatch.data.jpeg import pixels as decoded
 from megabatch.data.origins import open_origin
 from megabatch.data.packs import making, writing
 from megabatch.data.packs.making import pack
-from megabatch.data.packs.reading import About, Pack, PackError, verify
+from megabatch.data.packs.reading import About, Pack, PackError, verify_pack
 from megabatch.data.packs.writing import Index
 from megabatch.errors import UserError
 
@@ -506,7 +506,7 @@ def test_parts_of_other_images_or_settings_and_broken_ones_are_made_again(
     assert result.parts_kept == 1  # of six: 0 changed, 1 broken, 3 and later moved up
     found = Pack(out)
     assert bytes(found.record(0)) == pictures.encoded(77)
-    assert verify(out, 1).bad == []
+    assert verify_pack(out, 1).bad == []
 
 
 def test_a_part_that_rots_on_disk_is_noticed_before_it_is_joined(source, tmp_path, monkeypatch):
@@ -556,7 +556,7 @@ def test_killed_while_packing(tmp_path):
             break
     assert not out.exists()
     assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
-    assert verify(out, 1).bad == []
+    assert verify_pack(out, 1).bad == []
 
 
 # --- the command's words

@@ -70,7 +70,7 @@ def _mirror(images: Tensor, which: Tensor) -> Tensor:
     return images
 
 
-def colour(images: Tensor, positions: Tensor, data: Data, seed: int) -> Tensor:
+def recoloured(images: Tensor, positions: Tensor, data: Data, seed: int) -> Tensor:
     """Colour jitter and lighting of images that are numbers from 0 to 1 (and may leave that
     range)."""
     if any(data.jitter):
@@ -199,7 +199,7 @@ def finish(
         return _numbers_of(images, mirrored, mean, std)
     images = augment(images, positions, data, seed)
     if colours:
-        numbers = colour(images.to(dtype) / 255, positions, data, seed)
+        numbers = recoloured(images.to(dtype) / 255, positions, data, seed)
         offset, scale = (constant(v, numbers).view(1, -1, 1, 1) for v in (mean, std))
         return torch.sub(numbers, offset, out=out).div_(scale)
     return normalise(images, mean, std, dtype, out)

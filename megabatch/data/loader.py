@@ -29,7 +29,7 @@ from megabatch.data.resident import make_resident
 from megabatch.data.shared import SharedOut, share_out
 from megabatch.data.slots import Buffer, Layout, form_of
 from megabatch.data.source import Source
-from megabatch.data.threads import FutureBatch, Reader, ThreadReader, threads_of
+from megabatch.data.threads import FutureMicroBatch, Reader, ThreadReader, threads_of
 from megabatch.errors import UserError
 from megabatch.tree import deal
 
@@ -87,7 +87,7 @@ class StepLoader:
         self._most_ahead = min(_MOST_AHEAD, max(_LEAST_AHEAD, most))
         self._ahead = _LEAST_AHEAD
         self._validation_ahead = min(_VALIDATION_AHEAD, self._most_ahead)
-        self._reading: dict[int, FutureBatch] = {}
+        self._reading: dict[int, FutureMicroBatch] = {}
         self._prepared: dict[int, MicroBatch] = {}
         self._begun = False
         self.waited_seconds = 0.0
@@ -206,7 +206,7 @@ class StepLoader:
                 images = images.to(self._dtype)
         return MicroBatch(images, labels, positions, first)
 
-    def _waited_for(self, coming: FutureBatch) -> Buffer:
+    def _waited_for(self, coming: FutureMicroBatch) -> Buffer:
         began = time.perf_counter()
         buffer = coming.result()
         waited = time.perf_counter() - began
@@ -243,7 +243,7 @@ class StepLoader:
             self._validator = self._reader_of(self._val, VALIDATION)
         source = self._val
         count = len(source)
-        waiting: deque[FutureBatch] = deque()
+        waiting: deque[FutureMicroBatch] = deque()
         try:
             for number in range(*deal(-(-count // micro), world)[self._cluster.rank]):
                 first = number * micro
@@ -256,7 +256,7 @@ class StepLoader:
             for coming in waiting:  # of a caller that had enough
                 coming.cancel()
 
-    def _validated(self, coming: FutureBatch, source: Source) -> tuple[Tensor, Tensor]:
+    def _validated(self, coming: FutureMicroBatch, source: Source) -> tuple[Tensor, Tensor]:
         images, labels = self._on_device(coming.result())
         return normalise(images, source.mean, source.std, self._dtype), labels
 

@@ -23,10 +23,10 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.decoded import Decoded, FromOrigin, FromPack
 from megabatch.data.jpeg import BadImage, pixels
-from megabatch.data.named import NO_DIGITS, check_fitting
 from megabatch.data.origins import Origin, open_origin
 from megabatch.data.origins.folders import VAL_NAMES
 from megabatch.data.packs.reading import Pack, PackError
+from megabatch.data.paths import NO_DIGITS, check_fitting
 from megabatch.data.source import InMemory, OwnData, Source, for_tuning, hold_out, hold_out_order
 from megabatch.data.threads import threads_of
 from megabatch.errors import UserError

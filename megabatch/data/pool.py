@@ -49,7 +49,7 @@ Piece = tuple[int, int, int]
 """from, to, epoch of images that come from other workers (of others 0)"""
 
 
-class Batch:
+class PendingMicroBatch:
     """A micro-batch that is on its way."""
 
     def __init__(
@@ -113,7 +113,7 @@ class SplitReader:
         self.busy_seconds = 0.0
         self.core_seconds: float | None = 0.0
 
-    def submit(self, first: int, count: int) -> Batch:
+    def submit(self, first: int, count: int) -> PendingMicroBatch:
         """Begin to read the images at `count` positions from `first` on."""
         return self._decoders.submit(self, first, count, list(self._pieces(first, count)))
 
@@ -147,8 +147,8 @@ class Decoders:
         self._shared = shared
         # Large pieces cost less each; small ones leave no process idle beside the others.
         self.piece = min(max(_LEAST_PIECE, layout.count * reading // (4 * processes)), _MOST_PIECE)
-        self._held: list[Batch] = []  # until their images were received
-        self._batches: dict[int, Batch] = {}
+        self._held: list[PendingMicroBatch] = []  # until their images were received
+        self._batches: dict[int, PendingMicroBatch] = {}
         self._unsent: deque[bytes] = deque()
         self._received = b""
         self._started: list[int] = []
@@ -198,16 +198,18 @@ class Decoders:
     def split(self, number: int) -> SplitReader:
         return SplitReader(self, number, self._shared if number == TRAINING else None)
 
-    def submit(self, split: SplitReader, first: int, count: int, pieces: list[Piece]) -> Batch:
+    def submit(
+        self, split: SplitReader, first: int, count: int, pieces: list[Piece]
+    ) -> PendingMicroBatch:
         # Slots of micro-batches that nobody wants any more come back by themselves.
         while not self.slots.free and any(not batch.wanted for batch in self._batches.values()):
             self.exchange(wait=True)
-        batch = Batch(self, split, self.slots.take(), first, count, pieces)
+        batch = PendingMicroBatch(self, split, self.slots.take(), first, count, pieces)
         self._held.append(batch)
         self.exchange(wait=False)
         return batch
 
-    def send(self, batch: Batch) -> None:
+    def send(self, batch: PendingMicroBatch) -> None:
         """Ask the processes for a micro-batch, unless that was done; waits until its images were
         received."""
         if batch in self._held:
@@ -215,7 +217,7 @@ class Decoders:
             self._held.remove(batch)
             self._batches[batch.slot] = batch
 
-    def take_back(self, batch: Batch) -> bool:
+    def take_back(self, batch: PendingMicroBatch) -> bool:
         """Do not ask for a micro-batch, if that was not done yet."""
         held = batch in self._held
         if held:

@@ -30,7 +30,7 @@ def threads_of(config: Config, cluster: Cluster) -> int:
     return config.data.threads or max(1, cores // cluster.local_world)
 
 
-class FutureBatch(Protocol):
+class FutureMicroBatch(Protocol):
     """A micro-batch that is on its way."""
 
     def result(self) -> Buffer:
@@ -51,7 +51,7 @@ class Reader(Protocol):
     kind: str
     """what the work is done by"""
 
-    def submit(self, first: int, count: int) -> FutureBatch:
+    def submit(self, first: int, count: int) -> FutureMicroBatch:
         """Begin to read the images at `count` positions from `first` on."""
         ...
 
@@ -78,14 +78,14 @@ class ThreadReader:
         self.busy_seconds = 0.0
         self._pool = ThreadPoolExecutor(threads, "reader")
 
-    def submit(self, first: int, count: int) -> FutureBatch:
+    def submit(self, first: int, count: int) -> FutureMicroBatch:
         if self._source.instant:
             return _WhenAsked(lambda: self._read(first, count))
         if self._write is None:
             return self._pool.submit(self._timed, self._read_whole, first, count)
         return self._submit_pieces(self._write, first, count)
 
-    def _submit_pieces(self, write: Writer, first: int, count: int) -> FutureBatch:
+    def _submit_pieces(self, write: Writer, first: int, count: int) -> FutureMicroBatch:
         memory = torch.empty(self._layout.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         buffer = self._layout.views(memory, count)
         pieces = [

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megabatch.config import Config
-from megabatch.data.named import check_named
+from megabatch.data.paths import check_named
 from megabatch.errors import UserError
 from megabatch.models.zoo import check_init
 from megabatch.runs.begun import check_place, check_writable
@@ -40,7 +40,7 @@ def check_beginnings(config: Config) -> None:
     check_init(config.init)
 
 
-def check_folder(config: Config, out: Path, resume: bool) -> None:
+def check_run_folder(config: Config, out: Path, resume: bool) -> None:
     """Where a run begins, or goes on."""
     if is_study(out):
         raise UserError(f"{out} is the folder of a study: name another --out for a run")

@@ -11,7 +11,7 @@ import tyro
 
 from megabatch.cluster import Cluster
 from megabatch.config import Config
-from megabatch.data.named import check_named, moved
+from megabatch.data.paths import check_named, moved
 from megabatch.errors import DONE, UserError
 from megabatch.runs.begun import check_run
 from megabatch.verbs.parsing import parse

@@ -18,7 +18,7 @@ import tyro
 
 from megabatch import recipes
 from megabatch.config import Data
-from megabatch.data.named import check_fitting
+from megabatch.data.paths import check_fitting
 from megabatch.errors import DONE, UserError
 from megabatch.verbs import study, train
 from megabatch.verbs.examples import EXAMPLES

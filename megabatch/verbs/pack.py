@@ -132,10 +132,10 @@ def _pack(flags: PackFlags, threads: int) -> tuple[int, dict[str, Any]]:
 
 
 def _verify(path: Path, threads: int) -> tuple[int, dict[str, Any]]:
-    from megabatch.data.packs.reading import verify
+    from megabatch.data.packs.reading import verify_pack
 
     with counting("verifying", to_people()) as progress:
-        found = verify(path, threads, progress)
+        found = verify_pack(path, threads, progress)
     _list("is damaged", found.bad)
     result = {"file": str(path), "images": found.images, "bad": found.bad, "frame": found.frame}
     if found.bad or found.frame:

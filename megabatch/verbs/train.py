@@ -21,8 +21,8 @@ from megabatch.errors import DONE, STOPPED, UserError
 from megabatch.runs.record import is_run
 from megabatch.verbs.before import (
     check_beginnings,
-    check_folder,
     check_not_own,
+    check_run_folder,
     check_workers_here,
 )
 from megabatch.verbs.brief import show_brief
@@ -105,7 +105,7 @@ def run(arguments: list[str]) -> int:
         counts = workers or (how_many(None, launch.device, _WITHOUT_GPU),)
         check_workers_here(config, counts, launch.device, launch.grid)
         check_beginnings(config)
-        check_folder(config, Path(out), launch.resume)
+        check_run_folder(config, Path(out), launch.resume)
         if launch.resume and not is_run(Path(out)):  # a slip in its name would begin another
             say(f"there is no run in {out} to go on with: it begins there", progress=True)
     first, summary = on_workers(

@@ -279,7 +279,7 @@ class Verified:
     """what is wrong with the Arrow frame, which the loader does not need; else empty"""
 
 
-def verify(
+def verify_pack(
     path: Path, threads: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Verified:
     """Check every byte of a pack; one that cannot even be opened raises PackError."""
