@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 from megabatch import models
 from megabatch.batch import steps
-from megabatch.bench.dataloader import rate_of
+from megabatch.bench.dataloader import measured_rate
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.jpeg import Encoding
@@ -182,7 +182,7 @@ class Contender:
 def measure(name: str, contender: Contender, device: Cluster, seconds: float) -> float:
     with contender.loader(device) as (loader, images):
         counts = (len(batch.images) for batch in batches(loader, contender.config, images))
-        rate = rate_of(counts, seconds, device.device)
+        rate = measured_rate(counts, seconds, device.device)
     print(f"{name}: {rate:,.0f} images/s", flush=True)
     return round(rate)
 
@@ -230,14 +230,14 @@ def step_losses(
         if data.size != 224:
             continue
         # Before and after: what a GPU does in a second changes with its temperature.
-        limits = [rate_of(synthetic(), arguments.seconds / 2, gpu)]
+        limits = [measured_rate(synthetic(), arguments.seconds / 2, gpu)]
         with contender.loader(device) as (loader, images):
             batches_ = trained(loader, contender.config, images)
             for _ in range(8):
                 next(batches_)
             clock = Clock()
             clock.lap(loader.waited_seconds, loader.busy_seconds, loader.core_seconds)
-            rate = rate_of(batches_, arguments.seconds, gpu)
+            rate = measured_rate(batches_, arguments.seconds, gpu)
             waits = clock.lap(loader.waited_seconds, loader.busy_seconds, loader.core_seconds)
             facts = Facts(
                 loader.threads,
@@ -247,7 +247,7 @@ def step_losses(
                 stored_size={"256": 256, "originals": 0}.get(Path(data.path).stem),
                 readers=loader.readers,
             )
-        limits.append(rate_of(synthetic(), arguments.seconds / 2, gpu))
+        limits.append(measured_rate(synthetic(), arguments.seconds / 2, gpu))
         found[name] = {
             "images_per_second": round(rate),
             "synthetic": round(sum(limits) / 2),

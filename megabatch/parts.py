@@ -23,7 +23,7 @@ from megabatch.models.resnet import open_blocks
 from megabatch.models.zoo import is_foreign
 from megabatch.optim import Layerwise, build, parameter_groups
 from megabatch.passes.graphs import CapturedPass, captured
-from megabatch.passes.kinds import Pass, choose
+from megabatch.passes.kinds import Pass, choose_pass
 from megabatch.precision import LossScale, Masters, full_dtype
 from megabatch.sync.buckets import GradientSum
 
@@ -188,7 +188,7 @@ def assemble(
         scale = LossScale(config, cluster.device)
         moving = MovingAverages(net)
         average = WeightAverage(net, config, masters)
-        run = choose(config, cluster, net, moving, own, classes)
+        run = choose_pass(config, cluster, net, moving, own, classes)
         failing.callback(run.close)
         # Last: from here on the module's parameters carry hooks.
         engine = GradientSum(

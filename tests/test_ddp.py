@@ -19,7 +19,7 @@ from waiting import PATIENCE_SECONDS
 from megabatch.errors import UserError
 from megabatch.plans import HIERARCHICAL, PLANS, RING, THREE_PHASE, TORUS, through
 from megabatch.plans.names import named
-from megabatch.sync.choice import Choice, choose, fastest
+from megabatch.sync.choice import Choice, choose_plan, fastest_by_size
 from megabatch.sync.ddp import GradSync
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ddp_script.py"
@@ -99,11 +99,12 @@ def test_a_name_may_carry_its_wiring():
 
 def test_hybrid_chooses_by_size():
     thresholds = [(100, "hierarchical:ring"), (1000, "ring:ring"), (None, "torus:ring")]
-    choice = choose("hybrid", "gloo", thresholds=thresholds)
+    choice = choose_plan("hybrid", "gloo", thresholds=thresholds)
     expected = {1: HIERARCHICAL, 100: HIERARCHICAL, 101: RING, 1000: RING, 1001: TORUS}
     for nbytes, plan in expected.items():
         assert choice.plan(nbytes) == through(plan, "ring")
-    assert choose("hybrid", "gloo").plan(64 << 10) != choose("hybrid", "gloo").plan(100 << 20)
+    usual = choose_plan("hybrid", "gloo")
+    assert usual.plan(64 << 10) != usual.plan(100 << 20)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_hybrid_chooses_by_size():
 )
 def test_thresholds_must_grow_and_end(rows):
     with pytest.raises(UserError, match="must grow and end"):
-        choose("hybrid", "gloo", thresholds=rows)
+        choose_plan("hybrid", "gloo", thresholds=rows)
 
 
 @pytest.mark.parametrize(
@@ -125,14 +126,14 @@ def test_thresholds_must_grow_and_end(rows):
 )
 def test_a_plan_that_is_none_is_refused_in_one_sentence(plan, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):
-        choose(plan, "gloo", machine="nowhere.json")
+        choose_plan(plan, "gloo", machine="nowhere.json")
 
 
 def test_the_fastest_plan_of_each_size_is_chosen_and_sizes_between_go_to_the_nearer():
     def row(nbytes, plan, seconds):
         return {"nbytes": nbytes, "plan": plan, "seconds": seconds}
 
-    choice = fastest(
+    choice = fastest_by_size(
         [
             row(100, "torus:ring", 3.0),
             row(100, "ring:ring", 2.0),
@@ -164,7 +165,7 @@ def test_auto_takes_what_rank_0_measured(tmp_path):
         run_ranks(measured_choice, 2, str(path)) == [Choice(((None, through(RING, "ring")),))] * 2
     )
     with pytest.raises(UserError, match="has no plans measured on a 3 x 1 grid"):
-        choose("auto", "gloo", machine=path, grid=(3, 1))
+        choose_plan("auto", "gloo", machine=path, grid=(3, 1))
 
 
 # ---------------------------------------------------------------- other people's loops

@@ -104,7 +104,7 @@ def test_a_check_that_raises_costs_its_row_alone():
     [(["works"], True), (["limited", "missing"], True), (["works", "stops"], False)],
 )
 def test_verdict(states, works):
-    found = doctor.verdict([Finding(f"part {s}", s, f"found {s}") for s in states])
+    found = doctor.conclusion([Finding(f"part {s}", s, f"found {s}") for s in states])
     assert found[0] is works
     assert ("part stops: found stops" in found[1]) is not works
     assert ("part limited" in found[1]) is ("limited" in states)

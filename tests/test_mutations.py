@@ -34,7 +34,7 @@ from megabatch.planner.search import forecast
 from megabatch.report.run import report
 from megabatch.runs import checkpoint, record
 from megabatch.runs.folder import State
-from megabatch.verbs.runs import describe
+from megabatch.verbs.runs import run_numbers
 
 some_and_all = pytest.mark.parametrize(
     "each", [300, pytest.param(600, marks=pytest.mark.systems)], ids=["half", "all"]
@@ -182,8 +182,8 @@ def test_metrics(outside, finished, tmp_path, each):
 
     def read():
         found = record.read(path)
-        json.dumps(describe(found, time.time()), allow_nan=False)
-        assert describe(record.glance(path), time.time())["recipe"] == "digits"
+        json.dumps(run_numbers(found, time.time()), allow_nan=False)
+        assert run_numbers(record.glance(path), time.time())["recipe"] == "digits"
         assert len(found.steps) <= len(changed_lines)
         if turn % 20 == 0:
             assert "<html" in report([found])

@@ -211,7 +211,7 @@ def test_the_kernel_is_taken_where_it_can_run_and_nothing_else_was_asked(monkeyp
     ours, theirs = weights_of(), weights_of()
     run(LARS(theirs, 0.1), theirs)
     assert not calls  # these lie on a CPU
-    monkeypatch.setattr(lars, "fusable", lambda weights: True)
+    monkeypatch.setattr(lars, "kernel_takes", lambda weights: True)
     for options in ({"fused": False}, {"foreach": True}, {"foreach": False}):
         unfused = weights_of()
         assert_same(run(LARS(unfused, 0.1, **options), unfused), theirs)

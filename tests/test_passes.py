@@ -10,7 +10,7 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.models.resnet import resnet18, resnet50
 from megabatch.passes.compiling import compile_net
-from megabatch.passes.kinds import PlainPass, choose, fusable
+from megabatch.passes.kinds import PlainPass, choose_pass, fusable
 
 # What torch imports for its compiler warns.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -37,7 +37,7 @@ def test_on_a_cpu_a_net_runs_as_it_is_unless_asked(world):
     cluster = Cluster(0, world, 0, world, CPU, (1, world))
     for wish, compiled in (("auto", False), ("never", False), ("always", True)):
         config = Config(model="resnet18", precision="bf16", compile=wish)
-        run = choose(config, cluster, net, moving)
+        run = choose_pass(config, cluster, net, moving)
         assert isinstance(run, PlainPass) and not run.copies
         assert bool(run.how) is compiled
         blocks = [block for stage in (net.layer1, net.layer4) for block in stage]
@@ -102,7 +102,7 @@ def test_kernels_run_a_resnet_as_it_is_bundled_and_no_other(monkeypatch):
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(capsys):
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
     config = Config(compile="always")
-    run = choose(config, ALONE, net, MovingAverages(net))
+    run = choose_pass(config, ALONE, net, MovingAverages(net))
 
     def fails(*_):
         raise RuntimeError("no kernel for that\nand much more")

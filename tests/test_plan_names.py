@@ -11,7 +11,7 @@ from megabatch.plans import PLANS, check, through
 from megabatch.plans.names import CHOICES, named, plan_of
 from megabatch.plans.names import check as check_name
 from megabatch.plans.phase import VIAS
-from megabatch.sync.choice import choose
+from megabatch.sync.choice import choose_plan
 
 NAMES = [*PLANS, *(f"{plan}:{via}" for plan in PLANS for via in VIAS)]
 
@@ -21,8 +21,8 @@ def test_a_name_means_the_same_to_everyone(name):
     plan = plan_of(name)
     check(plan)
     assert mb.Config(plan=name).plan == name
-    assert choose(name, "nccl").plan(1) == plan == named(name, "nccl")
-    assert choose(name, "gloo").plan(1) == named(name, "gloo")
+    assert choose_plan(name, "nccl").plan(1) == plan == named(name, "nccl")
+    assert choose_plan(name, "gloo").plan(1) == named(name, "gloo")
     assert {setting.plan for setting in candidates(8, plan=name).settings()} == {name}
 
 
@@ -46,7 +46,7 @@ def test_some_names_leave_the_choice_to_others(name):
 def test_anything_else_is_refused_by_everyone(name):
     if name in NAMES or name in CHOICES:
         return
-    for ask in (check_name, plan_of, lambda name: choose(name, "gloo")):
+    for ask in (check_name, plan_of, lambda name: choose_plan(name, "gloo")):
         with pytest.raises(UserError, match=r"there is no (plan|wiring)"):
             ask(name)
     with pytest.raises(UserError):

@@ -17,7 +17,7 @@ from megabatch.plans.names import plan_of
 from megabatch.recipes import BY_BATCH, RECIPES, named
 from megabatch.recipes.imagenet import IMAGES
 from megabatch.recipes.mlperf import ROWS, mlperf
-from megabatch.sync.choice import choose
+from megabatch.sync.choice import choose_plan
 from megabatch.sync.summation import buckets_of
 from megabatch.verbs.train import read_flags
 
@@ -236,7 +236,7 @@ def test_jias_hybrid_sends_fc6_and_fc7_by_a_ring_and_all_else_hierarchically():
     config = mb.recipes.jia2018_alexnet()
     assert config.hybrid == mb.recipes.jia2018().hybrid
     assert config.bucket_mb <= config.hybrid.threshold_mb  # what is fused is small
-    choice = choose("hybrid", "gloo", thresholds=config.hybrid.thresholds)
+    choice = choose_plan("hybrid", "gloo", thresholds=config.hybrid.thresholds)
     ring, hierarchical = named_plan("ring", "gloo"), named_plan("hierarchical", "gloo")
     with torch.device("meta"):
         net = mb.models.build(config.model, 1000).half()

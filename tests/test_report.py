@@ -15,7 +15,7 @@ from megabatch.report import axes, charts, numbers
 from megabatch.report.look import Section, page
 from megabatch.report.named import names
 from megabatch.report.run import report
-from megabatch.report.settings import flat
+from megabatch.report.settings import dotted
 from megabatch.runs.record import read
 
 
@@ -130,7 +130,7 @@ def test_settings_are_told_as_a_reader_would(tmp_path):
         "stages": stages,
         "data": {"path": "", "sizes": [1, 2.5]},
     }
-    told = flat(read(made_up(tmp_path / "run", config=config)).config)
+    told = dotted(read(made_up(tmp_path / "run", config=config)).config)
     assert told == {
         "epochs": "6", "flip": "true", "stages": "epoch 1.4, batch 128", "data.path": "",
         "data.sizes": "1, 2.5",

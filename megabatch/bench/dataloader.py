@@ -73,7 +73,7 @@ def rate(
     loader: Any = DataLoader(
         photos, batch, sampler=sampler, num_workers=workers, pin_memory=device.type == "cuda"
     )
-    return rate_of(_counts(loader, device), seconds, device)
+    return measured_rate(_counts(loader, device), seconds, device)
 
 
 def _counts(loader: Iterable[Any], device: torch.device) -> Iterator[int]:
@@ -83,7 +83,7 @@ def _counts(loader: Iterable[Any], device: torch.device) -> Iterator[int]:
         yield len(images)
 
 
-def rate_of(batches: Iterator[int], seconds: float, device: torch.device) -> float:
+def measured_rate(batches: Iterator[int], seconds: float, device: torch.device) -> float:
     """Images a second that an iterator gives, after a few batches that fill its queues."""
     for _ in range(8):
         next(batches)

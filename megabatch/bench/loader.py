@@ -218,7 +218,7 @@ def _ours(data: Data, micro: int, cluster: Cluster, seconds: float) -> float:
             for step in steps(config.all_stages, len(train), config.epochs)
             for batch in loader.micro_batches(step)
         )
-        return dataloader.rate_of(batches, seconds, cluster.device)
+        return dataloader.measured_rate(batches, seconds, cluster.device)
 
 
 def _limit(folder: Path, threads: int, seconds: float) -> float:

@@ -33,7 +33,7 @@ from megabatch.planner import machine_file
 from megabatch.plans import PLANS
 from megabatch.plans.names import named
 from megabatch.runs.loggers import environment
-from megabatch.sync.choice import Choice, fastest
+from megabatch.sync.choice import Choice, fastest_by_size
 from megabatch.sync.execute import Pipeline
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.workers import check_workers
@@ -111,7 +111,7 @@ def measure(flags: SyncFlags) -> dict[str, Any] | None:
         rows = _measure(calls, flags, cluster)
         # The choice is made by the first worker from what all have measured, then measured itself.
         plans = [row for row in rows if row["plan"] in names]
-        chosen = cluster.agree(lambda: fastest(plans))
+        chosen = cluster.agree(lambda: fastest_by_size(plans))
         again: dict[str, Callable[[torch.Tensor], object]] = {
             LIMIT: calls[LIMIT],
             BACKEND: calls[BACKEND],

@@ -45,7 +45,7 @@ def examine() -> list[Finding]:
         return list(pool.map(_guarded, checks))
 
 
-def verdict(findings: list[Finding]) -> tuple[bool, str]:
+def conclusion(findings: list[Finding]) -> tuple[bool, str]:
     """Whether training can work here, and one sentence that says why not."""
     stopped = [f"{finding.part}: {finding.found}" for finding in findings if not finding.allows]
     if stopped:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.kernels.pointwise import DEEP, FULL, Tile, add_product, grid_of, precision_of
+from megabatch.kernels.pointwise import DEEP, FULL, Tile, add_product, launch_grid, precision_of
 
 # The best of a sweep on an H200, by the channels that come in: the deeper a product, the more room
 # its weight takes.
@@ -131,7 +131,7 @@ def expand(
     tile = tile or (FULL if z.dtype == torch.float32 else table.get(inputs, DEEP))
     kind = 2 if shortcut is not None else int(identity is not None)
     tiles = triton.cdiv(rows, tile.rows)
-    _expand[grid_of(tile, spans * tiles, outputs, z.device)](
+    _expand[launch_grid(tile, spans * tiles, outputs, z.device)](
         z, weight, found.scale, found.shift,
         other, other_weight, other_found.scale, other_found.shift,
         z if identity is None else identity, out,

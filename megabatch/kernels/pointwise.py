@@ -44,7 +44,7 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def grid_of(tile: Tile, tiles: int, columns: int, device: torch.device) -> tuple[int]:
+def launch_grid(tile: Tile, tiles: int, columns: int, device: torch.device) -> tuple[int]:
     across = triton.cdiv(columns, tile.columns)
     if tile.programs == 0 or device.type != "cuda":
         return (tiles * across,)
@@ -100,7 +100,7 @@ def descend(
     tiles = triton.cdiv(rows, tile.rows)
     slots = torch.empty((spans, tiles, outputs), dtype=torch.float32, device=mask.device)
     kind = 0 if added is None else 1 if stride == 1 else 2
-    _descend[grid_of(tile, spans * tiles, outputs, mask.device)](
+    _descend[launch_grid(tile, spans * tiles, outputs, mask.device)](
         d_y, weight, mask if added is None else added, mask, out, slots,
         rows, tiles, spans * tiles, outputs, height, width, inputs, stride, kind,
         rows % tile.rows == 0, outputs % tile.columns == 0, tile.programs > 0,

@@ -82,7 +82,7 @@ def _shaped(gradient: Tensor, parameter: Tensor) -> Tensor:
     return torch.empty_like(parameter).copy_(gradient)
 
 
-def folds(conv: Convolution) -> bool:
+def foldable(conv: Convolution) -> bool:
     """Whether fold.py takes a convolution: 7x7 with stride 2, of at most 3 channels."""
     outputs, inputs, *kernel = conv.half.shape
     usual = kernel == [7, 7] and conv.stride == 2 and conv.padding == 3
@@ -101,7 +101,7 @@ class _RunStem(torch.autograd.Function):
         *_: Tensor,
     ) -> Tensor:
         conv, norm = pair
-        if folds(conv):
+        if foldable(conv):
             images = fold.fold(images, conv.half.dtype)
             y, slots, cut = fold.convolve(images, fold.fold_weight(conv.half), span)
             columns = statistics[:, norm.columns]
@@ -121,7 +121,7 @@ class _RunStem(torch.autograd.Function):
         g, _ = ctx.after.take(gradient, out, ctx.span)
         d_y, gamma, beta = stem.pool_backward(g, y, picked, places, ctx.found, ctx.span)
         conv = ctx.pair[0]
-        if folds(conv):
+        if foldable(conv):
             folded = fold.weight_gradient(images, d_y)
             weight = fold.unfold_weight(folded, conv.half.shape[1]).to(conv.weight.dtype)
         else:

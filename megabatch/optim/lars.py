@@ -136,7 +136,7 @@ class LARS(Layerwise):
         on_host = fused or (fused is None and self.rounds_freely)
         if on_host and weights[0].is_cpu and _plain(weights):
             return lars_host.update
-        found = None if fused is False or not fusable(weights) else kernel()
+        found = None if fused is False or not kernel_takes(weights) else kernel()
         if fused and found is None:
             raise ValueError(
                 f"fused=True needs plain weights of floating point, on a CPU or, with Triton, on a "
@@ -198,7 +198,7 @@ def kernel() -> Update | None:
     return found
 
 
-def fusable(weights: list[Tensor]) -> bool:
+def kernel_takes(weights: list[Tensor]) -> bool:
     """Whether the kernel may take these: plain tensors on CUDA."""
     return weights[0].is_cuda and _plain(weights)
 

@@ -57,7 +57,7 @@ class Pass(Protocol):
         """Leave the net as it was."""
 
 
-def choose(
+def choose_pass(
     config: Config,
     cluster: Cluster,
     net: nn.Module,

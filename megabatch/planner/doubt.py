@@ -31,7 +31,9 @@ class Doubt:
 CERTAIN = Doubt()
 
 
-def doubts(machine: Machine, workload: Workload, gpus: int) -> Iterator[tuple[Doubt, Doubt]]:
+def assumed_ranges(
+    machine: Machine, workload: Workload, gpus: int
+) -> Iterator[tuple[Doubt, Doubt]]:
     """What is assumed of a machine and a model, at the ends of its range."""
     yield Doubt(latency=0.5), Doubt(latency=2.0)
     yield Doubt(jitter=0.5), Doubt(jitter=2.0)

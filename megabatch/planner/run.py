@@ -14,7 +14,7 @@ from typing import Any
 from megabatch.config import Config
 from megabatch.errors import UserError
 from megabatch.planner.cost import FREE, Price, price
-from megabatch.planner.doubt import CERTAIN, Doubt, doubts, shifted
+from megabatch.planner.doubt import CERTAIN, Doubt, assumed_ranges, shifted
 from megabatch.planner.length import epochs_to_target, stretches
 from megabatch.planner.machine import Machine
 from megabatch.planner.machine_file import load
@@ -307,7 +307,7 @@ class Job:
         are (by squares)."""
         middle = self.seconds(setting)
         less = more = 0.0
-        for low, high in doubts(self.machine, self.workload, self.gpus):
+        for low, high in assumed_ranges(self.machine, self.workload, self.gpus):
             ends = [log(self.if_so(doubt).seconds(setting) / middle) for doubt in (low, high)]
             less += min(0.0, *ends) ** 2
             more += max(0.0, *ends) ** 2

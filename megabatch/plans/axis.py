@@ -6,7 +6,7 @@ an all-reduce is down and up.
 
 from collections.abc import Iterable
 
-from megabatch.plans.message import WHOLE, Message, Slice, count_steps, delay
+from megabatch.plans.message import WHOLE, Message, Slice, delay, steps_in
 from megabatch.plans.phase import CLOSES, Op
 from megabatch.plans.wiring import WIRINGS
 
@@ -22,7 +22,7 @@ def exchange(op: Op, wiring: str, members: int, senders: Iterable[int]) -> list[
     """Messages by place in the group; `senders` are those who send on the way down."""
     if op == "all_reduce":
         down = exchange("reduce_scatter", wiring, members, senders)
-        return down + delay(exchange("all_gather", wiring, members, senders), count_steps(down))
+        return down + delay(exchange("all_gather", wiring, members, senders), steps_in(down))
     ways = WIRINGS[wiring]
     sends = ways.reduce if CLOSES.get(op, op) == "reduce" else ways.scatter
     down = [
@@ -32,5 +32,5 @@ def exchange(op: Op, wiring: str, members: int, senders: Iterable[int]) -> list[
     ]
     if op not in CLOSES:
         return down
-    last = count_steps(down) - 1
+    last = steps_in(down) - 1
     return [Message(last - step, to, me, part, "copy") for step, me, to, part, _ in down]

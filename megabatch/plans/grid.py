@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megabatch.plans.axis import exchange, held
-from megabatch.plans.message import WHOLE, Message, Slice, count_steps, delay, in_order
+from megabatch.plans.message import WHOLE, Message, Slice, delay, in_order, steps_in
 from megabatch.plans.phase import CLOSES, Axis, Phase, Plan, check
 
 
@@ -104,7 +104,7 @@ def lower(plan: Plan, y: int, x: int) -> list[Message]:
     """
     messages: list[Message] = []
     for placed in on_grid(plan, y, x):
-        messages += delay(placed.messages(), count_steps(messages[-1:]))
+        messages += delay(placed.messages(), steps_in(messages[-1:]))
     return messages
 
 

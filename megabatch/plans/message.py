@@ -53,7 +53,7 @@ def in_order(messages: Iterable[Message]) -> list[Message]:
     return sorted(messages, key=lambda message: (message.step, message.source))
 
 
-def count_steps(messages: Iterable[Message]) -> int:
+def steps_in(messages: Iterable[Message]) -> int:
     return 1 + max((message.step for message in messages), default=-1)
 
 

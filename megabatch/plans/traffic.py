@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megabatch.plans.axis import exchange
 from megabatch.plans.grid import on_grid
-from megabatch.plans.message import count_steps
+from megabatch.plans.message import steps_in
 from megabatch.plans.phase import PLANS, RING, Op, Phase, Plan, through
 
 
@@ -80,7 +80,7 @@ def _traffic(op: Op, wiring: str, members: int) -> _Traffic:
         start, stop = message.slice.bounds(chunks)
         load[message.step, message.source] += stop - start
     sent = [0] * members
-    most = [0] * count_steps(messages)
+    most = [0] * steps_in(messages)
     for (step, source), width in load.items():
         sent[source] += width
         most[step] = max(most[step], width)

@@ -8,7 +8,7 @@ WIDE = 80
 _GAP = 2
 
 
-def fitted(
+def aligned(
     rows: Sequence[Mapping[str, str]],
     spare: Sequence[str] = (),
     left: Collection[str] = (),

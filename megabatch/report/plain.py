@@ -21,7 +21,7 @@ WIDTH = 80
 
 def text(found: list[Forecast], title: str, compared: str, remarks: list[str]) -> str:
     """Table, the best rows in full, advice, notes."""
-    best = fastest(found)
+    best = best_by_gpus(found)
     lines = [*_wrapped(title), "", *_table(found, best, compared), "", *_wrapped(_LEGEND), ""]
     for forecast in best:
         lines += _wrapped(f"* {in_words(forecast)}")
@@ -32,7 +32,7 @@ def text(found: list[Forecast], title: str, compared: str, remarks: list[str]) -
     return "\n".join(line.rstrip() for line in lines)
 
 
-def fastest(found: list[Forecast]) -> list[Forecast]:
+def best_by_gpus(found: list[Forecast]) -> list[Forecast]:
     """The best of each number of GPUs."""
     sizes = dict.fromkeys(forecast.gpus for forecast in found)
     return [

@@ -12,7 +12,7 @@ from megabatch.planner.step import StepForecast
 from megabatch.report.bars import Piece, bar, key
 from megabatch.report.look import Section, colour, page, text
 from megabatch.report.numbers import duration
-from megabatch.report.plain import fastest, folded
+from megabatch.report.plain import best_by_gpus, folded
 
 COLOURS = {
     "until backward": "compute",
@@ -26,7 +26,7 @@ COLOURS = {
 
 def plan_page(title: str, found: list[Forecast], remarks: list[str]) -> str:
     """HTML of the forecasts of one recipe on one machine."""
-    best = fastest(found)
+    best = best_by_gpus(found)
     advice = "".join(f'<p class="faults">{text(one)}</p>' for one in dict.fromkeys(remarks))
     sections = [
         Section("Time and cost", _cards(best) + advice),

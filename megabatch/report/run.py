@@ -15,7 +15,7 @@ from megabatch.report.look import Section, called, colour, dot, page, table, tex
 from megabatch.report.named import Named, named
 from megabatch.report.numbers import UNKNOWN, count, duration, percent, short
 from megabatch.report.pointing import SCRIPT
-from megabatch.report.settings import derived_numbers, environment, settings
+from megabatch.report.settings import derived_numbers, environment_table, settings
 from megabatch.runs.record import Record, images_per_second, number, seconds_of, speeds
 
 _MOST_CARDS = 4
@@ -43,7 +43,7 @@ def report(records: Sequence[Record], now: float | None = None) -> str:
         ),
         Section("Derived numbers", derived_numbers(runs)),
         Section("Settings", settings(runs)),
-        Section("Environment", environment(runs)),
+        Section("Environment", environment_table(runs)),
     ]
     lead = f'<p class="soft">{text(_lead(runs, now))}</p>'
     shown = [section for section in sections if section.body]

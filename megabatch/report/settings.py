@@ -52,12 +52,12 @@ def derived(record: Record) -> list[tuple[str, str, str]]:
     return [row for row in rows if row[0] not in unknown]
 
 
-def flat(value: Any, name: str = "", depth: int = 0) -> dict[str, str]:
+def dotted(value: Any, name: str = "", depth: int = 0) -> dict[str, str]:
     """A config as names with dots and words."""
     if isinstance(value, dict) and depth < 4 and (value or not name):
         found: dict[str, str] = {}
         for key, item in value.items():
-            found |= flat(item, f"{name}.{key}" if name else str(key), depth + 1)
+            found |= dotted(item, f"{name}.{key}" if name else str(key), depth + 1)
         return found
     return {name: _words(value)[:300]}
 
@@ -80,17 +80,17 @@ def _words(value: Any) -> str:
 
 
 def settings(runs: Sequence[Named]) -> str:
-    return _compared(runs, lambda run: flat(run.record.config), "", "Settings that are the same")
+    return _compared(runs, lambda run: dotted(run.record.config), "", "Settings that are the same")
 
 
-def environment(runs: Sequence[Named]) -> str:
+def environment_table(runs: Sequence[Named]) -> str:
     def words(run: Named) -> dict[str, str]:
         found = dict(run.record.environment)
         command = found.get("command")
         if isinstance(command, list):
             found["command"] = " ".join(str(word) for word in command)
         found.pop("process", None)  # for machines
-        return {"folder": str(run.record.path), **flat(found)}
+        return {"folder": str(run.record.path), **dotted(found)}
 
     return _compared(runs, words, "", "What is the same")
 

@@ -13,7 +13,7 @@ from megabatch.report.differences import differences
 from megabatch.report.look import RUN_COLOURS, Section, dot, page, table, text
 from megabatch.report.numbers import UNKNOWN, count, duration, percent
 from megabatch.report.pointing import SCRIPT
-from megabatch.report.settings import environment, settings
+from megabatch.report.settings import environment_table, settings
 from megabatch.report.study_settings import (
     NOISE_NOTE,
     RATES_NOTE,
@@ -48,7 +48,7 @@ def study_page(study: Study, now: float | None = None) -> str:
         Section("Gradient noise", noise(study), NOISE_NOTE),
         Section("What each batch ran with", ran_with(study)),
         Section("Settings", settings(first_runs(study))),
-        Section("Environment", environment(first_runs(study)[:1])),
+        Section("Environment", environment_table(first_runs(study)[:1])),
         Section("Not finished", unfinished(study)),
     ]
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() if now is None else now))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megabatch.report.columns import fitted, lines
+from megabatch.report.columns import aligned, lines
 from megabatch.study.trials import RECIPE
 
 _SPARE = ("images/s", "seconds", "epochs", "steps")
@@ -18,7 +18,7 @@ def table_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     arms = [_cells(row, ("to baseline", "epochs")) for row in rows if row["arm"] != RECIPE]
     for table in (recipe, arms):
         if table:
-            yield from lines(fitted(table, _SPARE, left=("arm",)))
+            yield from lines(aligned(table, _SPARE, left=("arm",)))
             yield ""
     several = any(row["top1_half"] is not None for row in rows)
     spread = "±: 95 % interval over seeds" if several else "more --seeds give intervals"

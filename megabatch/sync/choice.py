@@ -42,7 +42,7 @@ class Choice:
         return sha256(repr(self.rows).encode()).hexdigest()
 
 
-def choose(
+def choose_plan(
     plan: str | Plan,
     backend: str,
     *,
@@ -84,13 +84,13 @@ def measured(machine: str | Path, grid: tuple[int, int]) -> Choice:
     except (OSError, ValueError) as error:
         raise UserError(f"plan auto cannot read {machine}: {error}") from None
     try:
-        return fastest([row for row in rows if tuple(row["grid"]) == tuple(grid)])
+        return fastest_by_size([row for row in rows if tuple(row["grid"]) == tuple(grid)])
     except (KeyError, TypeError, ValueError):
         shape = f"{grid[0]} x {grid[1]}"
         raise UserError(f"{machine} has no plans measured on a {shape} grid: {advice}") from None
 
 
-def fastest(rows: Iterable[Mapping[str, Any]]) -> Choice:
+def fastest_by_size(rows: Iterable[Mapping[str, Any]]) -> Choice:
     """From rows with nbytes, plan (a name with its wiring) and seconds."""
     best: dict[int, Mapping[str, Any]] = {}
     for row in rows:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megabatch.cluster import Cluster
 from megabatch.errors import UserError, nearest
 from megabatch.plans import Plan
-from megabatch.sync.choice import HYBRID, choose
+from megabatch.sync.choice import HYBRID, choose_plan
 from megabatch.sync.execute import LANES, SEGMENT_BYTES, WIRES, Pipeline
 from megabatch.sync.heartbeat import Heartbeat
 from megabatch.sync.lanes import Reduction
@@ -173,7 +173,7 @@ class Planned:
         backend = "nccl" if cluster.device.type == "cuda" else "gloo"
         self.choice = self._meeting.decide(
             "plan",
-            lambda: choose(
+            lambda: choose_plan(
                 plan, backend, thresholds=thresholds, machine=machine, grid=cluster.grid
             ),
         )

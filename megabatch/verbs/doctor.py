@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megabatch.doctor import examine, verdict
+from megabatch.doctor import conclusion, examine
 from megabatch.doctor.finding import Finding
 from megabatch.errors import DONE, FAILED
 from megabatch.verbs.parsing import parse
@@ -28,7 +28,7 @@ def run(arguments: list[str]) -> int:
     flags = parse(DoctorFlags, "doctor", arguments)
     say("looking at this machine: some seconds", progress=True)
     findings = examine()
-    works, sentence = verdict(findings)
+    works, sentence = conclusion(findings)
     Console().print(_table(findings))
     print(f"megabatch: {sentence}", flush=True)
     if flags.json:

@@ -25,7 +25,7 @@ from megabatch.planner.nets import BUILDERS
 from megabatch.planner.run import Forecast, Job
 from megabatch.planner.search import Comparison, advice, candidates, compare, enough, wire_of
 from megabatch.report import tables
-from megabatch.report.plain import fastest, text
+from megabatch.report.plain import best_by_gpus, text
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.sizing import recipe_named
@@ -104,7 +104,7 @@ def run(arguments: list[str]) -> int:
         "recipe": config.name,
         "machine": flags.machine,
         "rows": [forecast.row() for forecast in found],
-        "best": [forecast.row() for forecast in fastest(found)],
+        "best": [forecast.row() for forecast in best_by_gpus(found)],
         "advice": remarks,
     }
     if flags.html:
@@ -184,7 +184,7 @@ def _compared(
         here = compare(job, flags.compare, choices)
         found += here
         if flags.plan is None and flags.grid is None and flags.compare == "plans":
-            remarks += advice(job, fastest(here)[0], wire)
+            remarks += advice(job, best_by_gpus(here)[0], wire)
     return found, remarks
 
 

@@ -41,7 +41,7 @@ def run(arguments: list[str]) -> int:
     now = time.time()
     records = [glance(path) for path in run_folders(top)]
     records.sort(key=lambda record: began_at(record) or record.written, reverse=True)
-    rows = [describe(record, now) for record in records]
+    rows = [run_numbers(record, now) for record in records]
     if rows:
         _show(rows)
     else:
@@ -69,7 +69,7 @@ def run_folders(top: Path, depth: int = 0) -> Iterator[Path]:
             yield from run_folders(top / name, depth + 1)
 
 
-def describe(record: Any, now: float) -> dict[str, Any]:
+def run_numbers(record: Any, now: float) -> dict[str, Any]:
     """A run in a few numbers; None where one is not known."""
     from megabatch.runs.record import images_per_second, number, seconds_of
 
@@ -98,7 +98,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from megabatch.report.columns import fitted
+    from megabatch.report.columns import aligned
 
     console = Console(soft_wrap=True, highlight=False)
     wide = console.width if console.is_terminal else sys.maxsize
@@ -107,7 +107,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     above = [row["run"] if len(row["run"]) > wide // 2 else "" for row in table]
     for row, name in zip(table, above, strict=True):
         row["run"] = "" if name else row["run"]
-    heads, *body = fitted(table, spare, left, wide)
+    heads, *body = aligned(table, spare, left, wide)
     state = [head.strip() for head in heads].index("state")
     console.print("  ".join(heads))
     for cells, name in zip(body, above, strict=True):
