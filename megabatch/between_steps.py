@@ -221,7 +221,7 @@ class Run:
         self.clock.waited_for_others(engine.exposed_seconds())
         waits = self.clock.lap(loader.waited_seconds, loader.busy_seconds, loader.core_seconds)
         own = waits.seconds - waits.communication
-        effort = Effort(platform.node(), own, engine.micro_batches())
+        effort = Effort(platform.node(), own, engine.computed_micro_batches())
         with engine.blocked("the others' effort"):
             efforts = self.cluster.gather(effort)
         self.log.verdict(self.state.steps, self.state.seen, waits, self.facts, efforts)

@@ -306,9 +306,9 @@ def test_a_search_runs_without_the_validation_images(tmp_path, monkeypatch):
     plan = Plan({(RECIPE, 64): config}, range(1), rates=(0.5, 1.0))
     cluster = mb.Cluster.from_env(device="cpu")
     searching = sweep.Sweep(tmp_path, cluster, print, keep_checkpoints=False, verbose=False)
-    assert searching.over(plan.search(), "the search") == "finished"
+    assert searching.run_all(plan.search(), "the search") == "finished"
     assert all(run.finished for run in read(tmp_path).tried)
-    searching.over(plan.runs({}), "the runs")  # these need them
+    searching.run_all(plan.runs({}), "the runs")  # these need them
     assert "Unread" in str(read(tmp_path).cells[0].runs[0].failure)
 
 
@@ -593,7 +593,7 @@ def test_cells_and_differences(study):
     assert rows["recipe", 64]["epochs_to_baseline"] == 4
     assert rows["recipe", 1024]["epochs_to_baseline"] is None
     assert study.epochs_to_baseline(study.cells[2], 0.75) == 4
-    assert study.forecast == 600
+    assert study.noise_scale == 600
 
 
 def test_the_table_fits_80_columns_and_keeps_its_numbers(study, tmp_path):
@@ -652,7 +652,7 @@ def test_the_probe_of_the_largest_batch_forecasts(tmp_path):
     for batch, noise in ((256, 400.0), (1024, 900.0), (64, 100.0), (4096, None)):
         made_up_run(tmp_path, batch, 0, 0.3, kind="probe", noise=noise)
     study = read(tmp_path)
-    assert study.forecast == 900 and study.probe.batch == 1024
+    assert study.noise_scale == 900 and study.probe.batch == 1024
     assert "scale is 900 images" in study.forecast_in_words()
     made_up_run(tmp_path, 256, 0, 0.9)
     _, _, row = study_page(read(tmp_path)).partition("forecast, after")

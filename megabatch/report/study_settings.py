@@ -70,7 +70,7 @@ def noise(study: Study) -> str:
     if probe is not None:
         rows.append(
             (f"forecast, after {probe.run.epoch:.3g} epochs", f"{probe.batch:,}",
-             count(study.forecast))
+             count(study.noise_scale))
         )  # fmt: skip
     for cell in study.cells:
         known = [r.noise_scale for r in cell.finished if math.isfinite(r.noise_scale)]

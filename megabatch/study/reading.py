@@ -51,7 +51,7 @@ def _kept(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
 
 def _noise(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
     """The probe's forecast, held against where the runs lose accuracy."""
-    forecast = study.forecast
+    forecast = study.noise_scale
     if not math.isfinite(forecast):
         return
     words = f"The probe's noise scale, {forecast:,.0f} images, roughly forecasts where scaling ends"

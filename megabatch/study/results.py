@@ -270,7 +270,7 @@ class Study:
         return max(telling, key=lambda probe: probe.batch, default=None)
 
     @property
-    def forecast(self) -> float:
+    def noise_scale(self) -> float:
         """The batch at which noise and signal of the gradient are even, by the probe (nan: none
         was run)."""
         return math.nan if self.probe is None else self.probe.noise_scale
@@ -280,7 +280,7 @@ class Study:
             return "the probe does not tell where scaling ends: its noise scale is undefined"
         return (
             f"forecast: after {self.probe.run.epoch:.3g} epochs the gradient's noise scale is "
-            f"{self.forecast:,.0f} images; a batch that large needs about twice the epochs of a "
+            f"{self.noise_scale:,.0f} images; a batch that large needs about twice the epochs of a "
             f"small one to the same loss, and larger ones in proportion"
         )
 

@@ -122,16 +122,16 @@ def study(
             cluster.agree(partial(_forget_failures, plan, out))
         sweep = Sweep(out, cluster, say, keep_checkpoints, verbose)
         if plan.probe:
-            if sweep.over(plan.probes(), "a probe of the noise") == "stopped":
+            if sweep.run_all(plan.probes(), "a probe of the noise") == "stopped":
                 return "stopped"
             say(cluster.agree(lambda: read(out).forecast_in_words()))
-        if plan.rates and sweep.over(plan.search(), "the search for rates") == "stopped":
+        if plan.rates and sweep.run_all(plan.search(), "the search for rates") == "stopped":
             return "stopped"
         # Those of an earlier search too: a study that grows keeps its rates.
         factors, lines = cluster.agree(lambda: _chosen_rates(out))
         for line in lines:
             say(line)
-        return sweep.over(plan.runs(factors), "the runs")
+        return sweep.run_all(plan.runs(factors), "the runs")
 
 
 def _chosen_rates(out: Path) -> tuple[dict[tuple[str, int], float], list[str]]:
@@ -155,8 +155,8 @@ class Sweep:
         self._keep, self._verbose = keep_checkpoints, verbose
         self._images, self._left = OpenedImages(cluster), TimeLeft()
 
-    def over(self, trials: list[Trial], what: str) -> str:
-        """How it ended: finished or stopped."""
+    def run_all(self, trials: list[Trial], what: str) -> str:
+        """Run those that have not ended yet; returns how that went: finished or stopped."""
         out, cluster, say = self._out, self._cluster, self._say
         states = cluster.agree(lambda: [self._state(trial) for trial in trials])
         over = "finished", "failed"

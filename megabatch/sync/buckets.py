@@ -202,7 +202,7 @@ class GradientSum:
         """How long finish() has waited for other workers since the last call."""
         return self._exposed.seconds()
 
-    def micro_batches(self) -> int:
+    def computed_micro_batches(self) -> int:
         """How many this worker has computed since the last call."""
         taken, self._taken = self._taken, 0
         return taken

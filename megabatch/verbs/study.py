@@ -383,7 +383,7 @@ def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
             {"arm": run.arm, "batch": run.batch, "rate": known(run.rate), "times": run.factor}
             for run in study.chosen()
         ],
-        "forecast": known(study.forecast),
+        "forecast": known(study.noise_scale),
     }
     written = {"command": sys.argv, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **result}
     write_out(out / "study.json", (json.dumps(written, indent=2) + "\n").encode())
