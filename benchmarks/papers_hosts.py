@@ -77,10 +77,7 @@ def predicted(flags, host_count, workers, alone):
     )
     world = host_count * workers
     config = named("jia2018", None, None).resized(batch=flags.micro * world)
-    # Of the hybrid's two plans the one for small tensors: no bucket here is above its threshold.
-    plan = config.hybrid.small if flags.plan == "hybrid" else flags.plan
-    bucket = max(flags.bucket, 0.01)
-    how = {"plan": plan, "bucket_mb": bucket, "wire": flags.wire}
+    how = {"plan": flags.plan, "bucket_mb": flags.bucket, "wire": flags.wire}
     # The run's own gradients: its last layer tells ten classes apart. Their size alone counts, as
     # the speed is measured.
     workload = bundled(flags.model, classes=CLASSES)

@@ -248,9 +248,13 @@ def test_goyals_44_servers_are_summed_by_binary_blocks():
     assert wire(plan_of("ring:halving_doubling"), 100_000_000, 1, 44).steps == 2 * (5 + 1)
 
 
-def plan_on_the_page(*words):
-    """The forecasts of the page's only `megabatch plan` that has all these words."""
+def plan_on_the_page(*words, **others):
+    """The forecasts of the page's only `megabatch plan` that has all these words, some of them put
+    in others' place."""
     (command,) = [c for c in QUICK if c.startswith("megabatch plan") and all(w in c for w in words)]
+    for this, that in others.items():
+        assert this in command
+        command = command.replace(this, that)
     done = megabatch(*shlex.split(command)[1:], "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])["rows"]
@@ -263,8 +267,16 @@ def test_the_forecasts_are_those_that_the_page_tells():
     assert servers["step_seconds"] / server["step_seconds"] == pytest.approx(1.05, abs=0.005)
     assert IMAGES / servers["images_per_second"] == pytest.approx(28, abs=0.5)
     assert server["seconds_to_target"] / 3600 == pytest.approx(29 + 33 / 60, abs=1 / 60)
-    fused = {row["bucket_mb"]: row["images_per_second"] for row in plan_on_the_page("buckets")}
+    rings = plan_on_the_page("--plan ring --compare buckets")
+    fused = {row["bucket_mb"]: row["images_per_second"] for row in rings}
     assert fused[100] / fused[1] == pytest.approx(2.2, abs=0.05)
+    assert plan_on_the_page("--plan hybrid")[4]["bucket_mb"] == 25
+    hybrid, hierarchical, ring = (
+        plan_on_the_page("--plan hybrid", **{"hybrid --grid 64 16": way})[4]["images_per_second"]
+        for way in ("hybrid --grid 64 16", "hierarchical --grid 64 16", "ring")
+    )
+    assert hybrid / hierarchical == pytest.approx(1.16, abs=0.005)
+    assert hybrid / ring == pytest.approx(1.26, abs=0.005)
     wires = [row["images_per_second"] for row in plan_on_the_page("--compare wire")]
     assert max(wires) == pytest.approx(min(wires), rel=0.01)
     assert min(row["seconds_to_target"] for row in plan_on_the_page("2176")) < 224 / 2

@@ -134,6 +134,48 @@ def test_what_is_given_is_not_searched(recipe, capsys):
     assert [row[k] for k in ("plan", "grid", "bucket_mb", "wire")] == ["torus", [16, 4], 10, "fp16"]
 
 
+def test_a_hybrid_is_a_plan_with_the_recipes_thresholds_or_ones_that_are_given(capsys):
+    words = ("jia2018_alexnet", "--machine", "tencent-p40", "--gpus", "1024", "--json")
+    given = ("--plan", "hybrid", "--grid", "64", "16", "--bucket-mb", "25")
+    parted = []
+    for more in (
+        (),
+        ("--hybrid.threshold-mb", "50"),
+        ("--hybrid.small", "torus", "--hybrid.large", "three_phase"),
+    ):
+        status, out, _ = ask(capsys, *words, *given, *more)
+        *table, result = out.splitlines()
+        (row,) = json.loads(result)["rows"]
+        assert status == 0 and row["plan"] == "hybrid" and row["grid"] == [64, 16]
+        parted.append(row["parted"])
+        (small, count), (large, others) = row["parted"]
+        said = f"hybrid ({count} buckets by {small}, {others} buckets by {large}) on 64 x 16"
+        assert said in " ".join(" ".join(table).split())
+    assert parted == [
+        [["hierarchical", 3], ["ring", 2]],
+        [["hierarchical", 4], ["ring", 1]],
+        [["torus", 3], ["three_phase", 2]],
+    ]
+
+
+def test_a_recipes_own_sum_is_told_beside_the_best(capsys):
+    words = ("jia2018", "--machine", "tencent-p40", "--gpus", "512,1024")
+    _, out, _ = ask(capsys, *words, "--json")
+    result = json.loads(out.splitlines()[-1])
+    assert "hybrid" in {row["plan"] for row in result["rows"]}
+    own = result["as_configured"]
+    assert [(row["gpus"], row["grid"], row["bucket_mb"], row["wire"]) for row in own] == [
+        (512, [64, 8], 25.0, "fp16"), (1024, [128, 8], 25.0, "fp16")]  # fmt: skip
+    asked = ("--plan", "hybrid", "--grid", "128", "8", "--bucket-mb", "25")
+    _, same, _ = ask(capsys, *words[:-1], "1024", *asked, "--json")
+    (row,) = json.loads(same.splitlines()[-1])["rows"]
+    assert row == own[1]
+    said = " ".join(out.split())
+    assert "as the recipe sums: 1,024 GPUs, hybrid (5 buckets by hierarchical, 0 buckets" in said
+    for others in (("--wire", "fp32"), ("--plan", "ring"), ("--compare", "buckets")):
+        assert "as the recipe sums" not in ask(capsys, *words, *others)[1]
+
+
 def test_the_pass_is_as_large_as_asked_for(recipe, capsys):
     ask_for = ["--machine", "hgx-h200", "--gpus", "8", "--plan", "ring", "--json"]
     whole, parts = (
@@ -181,6 +223,13 @@ def test_another_batch_and_length(recipe, capsys):
         (("--target-seconds", "60", "--grid", "2", "4"), "leave --grid away"),
         (("--target-seconds", "60", "--compare", "wire"), "leave --compare away"),
         (("--target-seconds", "60", "--plan", "toros"), "did you mean torus?"),
+        (("--plan", "hybird"), "did you mean hybrid?"),
+        (("--plan", "hybrid:ring"), "there is no plan 'hybrid'"),
+        (("--plan", "hybrid", "--hybrid.small", "toros"), "did you mean torus?"),
+        (("--plan", "hybrid", "--hybrid.large", "hybrid"), "there is no plan 'hybrid'"),
+        (("--plan", "hybrid", "--hybrid.threshold-mb", "0"), "hybrid.threshold_mb is 0"),
+        (("--hybrid.threshold-mb", "5"), "has no hybrid plan to change: add --plan hybrid"),
+        (("--plan", "ring", "--hybrid.small", "ring"), "has no hybrid plan to change"),
     ],
 )
 def test_a_mistake_gets_one_sentence(recipe, capsys, words, sentence):

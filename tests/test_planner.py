@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch import models, plans
+from megabatch import models, plans, recipes
 from megabatch.batch import Stage, count_steps
 from megabatch.bench.describe import describe
+from megabatch.config import Hybrid
 from megabatch.errors import UserError
 from megabatch.planner import forecast, load, machine_file, published, workload
 from megabatch.planner.best import fastest
@@ -26,12 +27,15 @@ from megabatch.planner.length import epochs_to_target, stretches
 from megabatch.planner.machine import Machine, Network, Node, Rate, Sending, Spine
 from megabatch.planner.pace import expected_maximum
 from megabatch.planner.run import Job
-from megabatch.planner.search import candidates, compare
+from megabatch.planner.search import as_configured, candidates, compare
 from megabatch.planner.settings import LANES, PLANNED, Setting
 from megabatch.planner.step import SentBucket, arrival, buckets, held_up, send, step
 from megabatch.plans import HIERARCHICAL, RING, TORUS, through
+from megabatch.plans.names import plan_of
 from megabatch.report import tables
+from megabatch.sync.choice import choose
 from megabatch.sync.execute import LANES as ENGINE_LANES
+from megabatch.sync.summation import buckets_of
 
 DOCS = Path(__file__).parents[1] / "docs" / "planner.md"
 HALF, FULL = 51_114_064, 102_228_128  # ResNet-50's gradients in fp16 and fp32
@@ -109,6 +113,68 @@ def test_so_is_that_of_halving_and_doubling_on_powers_of_two(name):
     for (y, x), nbytes in product([(1, 2), (2, 2), (1, 8), (4, 2), (4, 4)], (0, 1_000_000)):
         taken = run_messages(plans.lower(PLANNED[name], y, x), nbytes, 3e-6, 2e9, y * x)
         assert price(PLANNED[name], y, x, UNIFORM).seconds(nbytes) == pytest.approx(taken, rel=1e-9)
+
+
+@pytest.mark.parametrize(("grid", "lanes"), [((4, 2), 1), ((2, 4), 3), ((1, 8), 1)])
+def test_a_hybrid_is_priced_as_the_trainer_runs_it(grid, lanes):
+    """The trainer's own buckets of the real net, its choice by size, and that plan's messages one
+    by one: fc6 and fc7 by a ring, all else hierarchically."""
+    config = recipes.jia2018_alexnet().resized(batch=64)
+    rate = Rate(config.model, 8, 1000.0)
+    job = Job.of(config, replace(UNIFORM, rates=(rate,), chip="cpu"), 8)
+    setting = Setting("hybrid", grid, config.bucket_mb, "fp16", lanes)
+    (made,) = job.steps(setting)
+    with torch.device("meta"):
+        net = models.build(config.model, 1000)
+    choice = choose("hybrid", "gloo", thresholds=config.hybrid.thresholds)
+    taken, off_wire, free = set(), 0.0, [0.0] * lanes
+    full = buckets_of(net.parameters(), 1e6 * config.bucket_mb)
+    for number, (bucket, sent) in enumerate(zip(full, made.sent, strict=True)):
+        nbytes = 2 * bucket.tree.length
+        plan = choice.plan(nbytes)
+        taken.add(plan)
+        seconds = run_messages(plans.lower(plan, *grid), nbytes, 3e-6, 2e9, 8)
+        latency = run_messages(plans.lower(plan, *grid), 0, 3e-6, 2e9, 8)
+        start = max(sent.ready, off_wire, free[number % lanes])
+        off_wire = start + seconds - latency
+        free[number % lanes] = start + seconds
+        assert sent.nbytes == nbytes
+        assert (sent.start, sent.end) == pytest.approx((start, start + seconds), rel=1e-9)
+    assert len(taken) == 2
+    found = job.forecast(setting)
+    assert found.parted == (("hierarchical", 3), ("ring", 2))
+    assert found.train_seconds == pytest.approx(job.train_seconds(setting), rel=1e-12)
+
+
+@given(
+    threshold=st.floats(0.001, 200), wire=st.sampled_from(["fp32", "fp16"]), size=st.floats(0.1, 99)
+)
+@settings(max_examples=30, deadline=None)
+def test_a_hybrids_threshold_parts_buckets_where_the_trainers_does(threshold, wire, size):
+    hybrid = replace(recipes.jia2018().hybrid, threshold_mb=threshold)
+    config = replace(published.imagenet("alexnet_bn", 64, 1), hybrid=hybrid)
+    job = Job.of(config, replace(NODES_OF_4, rates=(Rate("alexnet_bn", 8, 1000.0),)), 16)
+    cost = job.price(Setting("hybrid", (4, 4), size, wire))
+    alone = {
+        plan_of(name): job.price(Setting(name, (4, 4), size, wire))
+        for name in ("hierarchical", "ring")
+    }
+    choice = choose("hybrid", "nccl", thresholds=hybrid.thresholds)
+    for bucket in job.buckets(size, wire):
+        assert cost.of(bucket.nbytes) == alone[choice.plan(bucket.nbytes)]
+    edge = round(1e6 * threshold)  # the largest small one, and the smallest large one
+    assert [cost.of(edge), cost.of(edge + 1)] == [*alone.values()]
+
+
+def test_a_hybrid_of_one_way_is_that_way():
+    config = published.imagenet("resnet50", 8192, 1)
+    torus = replace(config, hybrid=Hybrid("torus", "torus", 1.0), plan="hybrid")
+    settings = [Setting(plan, (16, 4), 4.0, "fp16", LANES) for plan in ("torus", "hybrid")]
+    for place in ("abci", replace(NODES_OF_4, rates=(Rate("resnet50", 8, 10.0),),
+                                  sending=Sending(2e-4, 3e-9, 4))):  # fmt: skip
+        plain, parted = (Job.of(torus, place, 64).forecast(setting) for setting in settings)
+        assert plain.seconds_to_target == pytest.approx(parted.seconds_to_target, rel=1e-12)
+        assert plain.interval == pytest.approx(parted.interval, rel=1e-12)
 
 
 def shared_links(stage, place):
@@ -438,6 +504,36 @@ def test_the_search_finds_what_going_through_all_finds():
     assert fastest(job, choices)[0] == min(every)
     assert best.train_seconds <= 1.01 * min(every)
     assert len(every) == 8 * (2 + 5 * 8)  # two flat plans, five on eight grids
+
+
+def test_a_recipes_hybrid_is_one_of_the_plans_that_are_searched():
+    config = recipes.jia2018_alexnet()
+    job = Job.of(config, "tencent-p40", 1024)
+    every = candidates(1024, wire="fp16", hybrid=config.hybrid)
+    times = {setting: job.train_seconds(setting) for setting in every.settings()}
+    assert {setting.plan for setting in times} == {*PLANNED, "hybrid"}
+    assert fastest(job, every)[0] == min(times.values())
+    hybrid = candidates(1024, plan="hybrid", wire="fp16", hybrid=config.hybrid)
+    assert {*hybrid.settings()} == {one for one in times if one.plan == "hybrid"}
+    seconds, setting = fastest(job, hybrid)
+    assert seconds == times[setting] == min(times[one] for one in hybrid.settings())
+    found = {row.setting.plan: row for row in compare(job, "plans", every)}
+    assert found["hybrid"].train_seconds <= 1.01 * seconds
+    assert forecast(config, "tencent-p40", 1024, plan="hybrid").setting.plan == "hybrid"
+    flat = Hybrid("ring:halving_doubling", "ring", 1.0)  # two lines of all: no grid to choose
+    assert candidates(64, plan="hybrid", hybrid=flat).shapes == [("hybrid", (1, 64))]
+
+
+def test_a_recipe_is_forecast_as_it_sums():
+    def own(recipe, machine, gpus):
+        return as_configured(Job.of(recipe, machine, gpus))
+
+    jia, goyal = recipes.jia2018(), recipes.goyal2017()
+    assert own(jia, "tencent-p40", 1024) == Setting("hybrid", (128, 8), 25.0, "fp16", LANES)
+    assert own(goyal, "bigbasin-p100", 256) == Setting("three_phase", (32, 8), 25.0, "fp32", LANES)
+    assert own(recipes.you2018(), "stampede2-knl", 64).grid == (1, 64)
+    assert own(recipes.mikami2018(), "abci", 2).grid == (1, 2)
+    assert own(recipes.mlperf(), "abci", 64) is None  # the backend's
 
 
 def test_comparisons():

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_planner import calls_of
 
+from megabatch.config import Hybrid
 from megabatch.errors import UserError
 from megabatch.planner import forecast, smallest
 from megabatch.planner.best import Possible, at_least, best, fastest
@@ -18,7 +19,7 @@ from megabatch.planner.machine import Machine, Network, Node, Rate, Spine
 from megabatch.planner.pace import pace
 from megabatch.planner.published import imagenet
 from megabatch.planner.run import Job
-from megabatch.planner.search import ROUNDING, advice, candidates, enough
+from megabatch.planner.search import ROUNDING, advice, candidates, enough, hybrid_of
 from megabatch.planner.settings import PLANNED
 from megabatch.planner.workload import usual
 
@@ -51,7 +52,8 @@ def by_going_through_all(config, place, seconds):
     found = []
     for nodes in range(1, config.batch // each + 1):
         job = Job.of(config, place, nodes * each)
-        taken = min(job.seconds(s) for s in candidates(job.gpus).settings())
+        choices = candidates(job.gpus, hybrid=hybrid_of(config))
+        taken = min(job.seconds(s) for s in choices.settings())
         if taken <= seconds:
             found.append(((taken + place.start_seconds) * job.gpus / 3600, job.gpus))
     if not found:
@@ -59,10 +61,20 @@ def by_going_through_all(config, place, seconds):
     return min(gpus for _, gpus in found), min(found)[0]
 
 
-@settings(max_examples=15, deadline=None)
-@given(place=places, batch=st.integers(40, 160), share=st.floats(0.02, 1.5))
-def test_the_fewest_and_the_cheapest_are_those_of_all_numbers_of_nodes(place, batch, share):
-    config = imagenet("resnet50", batch, 1.0)
+hybrids = st.none() | st.builds(
+    Hybrid, st.sampled_from([*PLANNED]), st.sampled_from([*PLANNED]), st.floats(0.05, 60)
+)
+
+
+def summed(config, hybrid):
+    """The config with a hybrid to its plans, if there is one."""
+    return config if hybrid is None else replace(config, plan="hybrid", hybrid=hybrid)
+
+
+@settings(max_examples=25, deadline=None)
+@given(place=places, batch=st.integers(40, 160), share=st.floats(0.02, 1.5), hybrid=hybrids)
+def test_the_fewest_and_the_cheapest_are_those_of_all_numbers_of_nodes(place, batch, share, hybrid):
+    config = summed(imagenet("resnet50", batch, 1.0), hybrid)
     each = place.workers_per_node
     assume(batch // each <= 40)
     alone = Job.of(config, place, each)
@@ -168,19 +180,24 @@ def test_no_plan_costs_less_than_the_least_of_any(place, nodes, name, wires, dat
 
 
 @settings(max_examples=40, deadline=None)
-@given(place=places, nodes=st.integers(1, 24), batch=st.integers(200, 2000))
-def test_no_setting_beats_the_bounds_of_a_job(place, nodes, batch):
-    job = Job.of(imagenet("resnet50", batch, 1.0), place, nodes * place.workers_per_node)
-    for setting in candidates(job.gpus).settings():
+@given(place=places, nodes=st.integers(1, 24), batch=st.integers(200, 2000), hybrid=hybrids)
+def test_no_setting_beats_the_bounds_of_a_job(place, nodes, batch, hybrid):
+    config = summed(imagenet("resnet50", batch, 1.0), hybrid)
+    job = Job.of(config, place, nodes * place.workers_per_node)
+    choices = candidates(job.gpus, hybrid=hybrid_of(config))
+    for setting in choices.settings():
         taken = job.train_seconds(setting)
-        assert Possible("fp32").within(job, job.whole_run(taken) * (1 + 1e-9))
-        cost = job.price(setting)
+        possible = Possible("fp32", mixed=hybrid is not None)
+        assert possible.within(job, job.whole_run(taken) * (1 + 1e-9))
+        cost = job.price(setting).least
         size = setting.bucket_mb
         least, any_size = at_least(job, cost, "fp32", size), at_least(job, cost, "fp32")
         assert any_size <= least * (1 + 1e-12) <= taken * (1 + 1e-11)
         stretches = zip(job.stretches, job.steps(setting), strict=True)
         long_way = sum(stretch.steps * one.seconds for stretch, one in stretches)
         assert taken == pytest.approx(long_way, rel=1e-9)
+    least = min(map(job.train_seconds, choices.settings()))
+    assert fastest(job, choices)[0] == pytest.approx(least, rel=1e-12)
 
 
 # --- what must hold of every machine and setting

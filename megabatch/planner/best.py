@@ -8,12 +8,11 @@ from math import inf
 from typing import Any
 
 from megabatch.planner.bounds import least_latency, least_prices
-from megabatch.planner.cost import Price
+from megabatch.planner.cost import BySize, Price
 from megabatch.planner.doubt import Doubt
 from megabatch.planner.run import Forecast, Job
-from megabatch.planner.settings import BUCKETS_MB, LANES, Choices, Setting
+from megabatch.planner.settings import BUCKETS_MB, LANES, Choices, Setting, ways
 from megabatch.planner.step import FORWARD
-from megabatch.plans.names import plan_of
 
 
 def best(job: Job, choices: Choices, most: float = inf) -> Forecast:
@@ -30,7 +29,7 @@ def best(job: Job, choices: Choices, most: float = inf) -> Forecast:
         setting
         for plan, grid in choices.shapes
         if _beside(job, _least_latency(job, plan, grid), 0.0) <= limit
-        and at_least(job, job.price(Setting(plan, grid, inf)), choices.wire) <= limit
+        and at_least(job, job.price(Setting(plan, grid, inf)).least, choices.wire) <= limit
         for setting in choices.of(plan, grid)
         if job.train_seconds(setting) <= limit
     ]
@@ -50,7 +49,7 @@ def fastest(job: Job, choices: Choices, limit: float = inf) -> tuple[float, Sett
         if bound >= limit:
             break
         plan, grid = choices.shapes[number]
-        cost = job.price(Setting(plan, grid, inf))
+        cost = job.price(Setting(plan, grid, inf)).least
         if at_least(job, cost, choices.wire) >= limit:
             continue
         for size in choices.sizes:
@@ -70,9 +69,11 @@ class Possible:
     """Whether a run may end in time, as far as can be said without a search: by the least prices
     that any plan has, and buckets of any size. Asked for more and more GPUs of one machine."""
 
-    def __init__(self, wire: str, sizes: tuple[float, ...] = BUCKETS_MB) -> None:
-        """`sizes`: that a bucket may have."""
-        self._wire, self._sizes = wire, sizes
+    def __init__(
+        self, wire: str, sizes: tuple[float, ...] = BUCKETS_MB, mixed: bool = False
+    ) -> None:
+        """`sizes`: that a bucket may have; `mixed`: one may go by another plan than the next."""
+        self._wire, self._sizes, self._mixed = wire, sizes, mixed
         self._least: dict[tuple[Any, ...], float] = {}
 
     def within(self, job: Job, seconds: float) -> bool:
@@ -87,7 +88,10 @@ class Possible:
         if self._least.get(like, 0.0) > limit:
             return False
         least = inf
-        for latency, pace, *_ in least_prices(job.gpus, job.wires):
+        prices = tuple(least_prices(job.gpus, job.wires))
+        if self._mixed:
+            prices = (BySize(tuple((inf, cost) for cost in prices)).least,)
+        for latency, pace, *_ in prices:
             cost = Price(latency, pace + job.touching_seconds_per_byte)
             bound = at_least(job, cost, self._wire)
             if bound > limit:
@@ -139,4 +143,7 @@ def _beside(job: Job, behind: float, on_wire: float, first_ready: float = 0.0) -
 
 
 def _least_latency(job: Job, plan: str, grid: tuple[int, int]) -> float:
-    return least_latency(plan_of(plan), *grid, job.wires) if job.gpus > 1 else 0.0
+    if job.gpus == 1:
+        return 0.0
+    phases = (phases for _, phases in ways(plan, job.config.hybrid))
+    return min(least_latency(one, *grid, job.wires) for one in phases)

@@ -37,6 +37,36 @@ class Price(NamedTuple):
     def work(self, nbytes: float) -> float:
         return self.message_work + self.byte_work * nbytes
 
+    @property
+    def works(self) -> bool:
+        return bool(self.message_work or self.byte_work)
+
+    def of(self, nbytes: float) -> Price:
+        return self
+
+    @property
+    def least(self) -> Price:
+        return self
+
+
+class BySize(NamedTuple):
+    """Another price for tensors of another size: that of the first row whose limit in bytes is not
+    below theirs."""
+
+    rows: tuple[tuple[float, Price], ...]
+
+    @property
+    def works(self) -> bool:
+        return any(cost.works for _, cost in self.rows)
+
+    def of(self, nbytes: float) -> Price:
+        return next(cost for limit, cost in self.rows if nbytes <= limit)
+
+    @property
+    def least(self) -> Price:
+        """What no size beats."""
+        return Price(*map(min, zip(*(cost for _, cost in self.rows), strict=True)))
+
 
 FREE = Price(0.0, 0.0)
 

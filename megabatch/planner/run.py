@@ -13,7 +13,7 @@ from typing import Any
 
 from megabatch.config import Config
 from megabatch.errors import UserError
-from megabatch.planner.cost import FREE, Price, price
+from megabatch.planner.cost import FREE, BySize, Price, price
 from megabatch.planner.doubt import CERTAIN, Doubt, assumed_ranges, shifted
 from megabatch.planner.length import epochs_to_target, stretches
 from megabatch.planner.machine import Machine
@@ -25,10 +25,10 @@ from megabatch.planner.pace import (
     pace,
     unmeasured,
 )
-from megabatch.planner.settings import FLAT, Setting
+from megabatch.planner.settings import FLAT, HYBRID, Setting, ways
 from megabatch.planner.step import FORWARD, WIRES, SentBucket, StepForecast, arrival, buckets, step
 from megabatch.planner.workload import Images, Workload, images_of, workload_of
-from megabatch.plans.names import plan_of
+from megabatch.plans import Plan
 
 # Times that a byte of the gradients goes through a GPU's memory: copied into a bucket (2), added to
 # what arrives (3), copied back (2).
@@ -72,6 +72,8 @@ class Forecast:
     limit: str
     notes: tuple[str, ...] = ()
     """what was not measured for this machine"""
+    parted: tuple[tuple[str, int], ...] = ()
+    """of a hybrid: its plans, and how many buckets go by each"""
 
     def row(self) -> dict[str, Any]:
         """As one row of --json."""
@@ -137,7 +139,7 @@ class Job:
         ]
         self.slowest = doubt.jitter * machine.jitter * expected_maximum(gpus)
         self._buckets: dict[tuple[float, str], list[SentBucket]] = like._buckets if like else {}
-        self._prices: dict[tuple[str, tuple[int, int]], Price] = {}
+        self._prices: dict[tuple[str, tuple[int, int]], Price | BySize] = {}
 
     @classmethod
     def of(
@@ -180,16 +182,22 @@ class Job:
             for stretch in self.stretches
         ]
 
-    def price(self, setting: Setting) -> Price:
+    def price(self, setting: Setting) -> Price | BySize:
         key = (setting.plan, setting.grid)
         if key not in self._prices:
-            plan = plan_of(setting.plan)
-            cost = price(plan, *setting.grid, self.wires) if self.gpus > 1 else FREE
-            self._prices[key] = cost._replace(
-                seconds_per_byte=cost.seconds_per_byte
-                + self.touching_seconds_per_byte * (self.gpus > 1)
+            rows = tuple(
+                (limit, self._price(plan, setting.grid))
+                for limit, plan in ways(setting.plan, self.config.hybrid)
             )
+            self._prices[key] = rows[0][1] if len(rows) == 1 else BySize(rows)
         return self._prices[key]
+
+    def _price(self, plan: Plan, grid: tuple[int, int]) -> Price:
+        if self.gpus == 1:
+            return FREE
+        cost = price(plan, *grid, self.wires)
+        touched = cost.seconds_per_byte + self.touching_seconds_per_byte
+        return cost._replace(seconds_per_byte=touched)
 
     @property
     def touching_seconds_per_byte(self) -> float:
@@ -202,8 +210,8 @@ class Job:
 
     def train_seconds(self, setting: Setting, cost: Price | None = None) -> float:
         """`cost`: another price than the setting has."""
-        cost = cost or self.price(setting)
-        if cost.message_work or cost.byte_work or not setting.overlap or self.gpus == 1:
+        found = cost or self.price(setting)
+        if isinstance(found, BySize) or found.works or not setting.overlap or self.gpus == 1:
             made = self.steps(setting)
             return sum(
                 stretch.steps * one.seconds
@@ -214,7 +222,7 @@ class Job:
         for stretch in self.stretches:
             compute = stretch.compute_seconds
             backward = (1 - FORWARD) * stretch.pass_seconds
-            arrived, under_way = arrival(full, cost, compute - backward, backward, setting.lanes)
+            arrived, under_way = arrival(full, found, compute - backward, backward, setting.lanes)
             held = compute + self.machine.sending_share * min(under_way, backward)
             busy = compute * self.slowest + max(held, arrived)
             total += stretch.steps * max(busy, stretch.input_seconds)
@@ -280,7 +288,17 @@ class Job:
             kwh=None if watts is None else watts * hours / 1000,
             limit=self._limit(parts),
             notes=tuple(unmeasured(machine, self.workload)),
+            parted=self._parted(setting),
         )
+
+    def _parted(self, setting: Setting) -> tuple[tuple[str, int], ...]:
+        if setting.plan != HYBRID:
+            return ()
+        choice = self.config.hybrid
+        (limit, _), _ = ways(HYBRID, choice)
+        full = self.buckets(setting.bucket_mb, setting.wire)
+        small = sum(bucket.nbytes <= limit for bucket in full)
+        return (choice.small, small), (choice.large, len(full) - small)
 
     @property
     def evaluations(self) -> int:

@@ -10,16 +10,25 @@ from collections.abc import Callable, Iterator
 from math import inf
 from typing import Literal, NamedTuple
 
-from megabatch.config import Config
+from megabatch.config import Config, Hybrid
 from megabatch.errors import UserError, nearest
 from megabatch.planner.best import Possible, best, fastest, least_work
 from megabatch.planner.machine import Machine
 from megabatch.planner.machine_file import load
 from megabatch.planner.run import Forecast, Job
-from megabatch.planner.settings import BUCKETS_MB, PLANNED, Choices
+from megabatch.planner.settings import (
+    BUCKETS_MB,
+    HYBRID,
+    LANES,
+    PLANNED,
+    Choices,
+    Setting,
+    is_flat,
+)
 from megabatch.planner.step import WIRES
 from megabatch.planner.workload import Workload
-from megabatch.plans.names import plan_of
+from megabatch.plans import PLANS
+from megabatch.plans.names import CHOICES, plan_of
 
 ROUNDING = 1 + 1e-9  # a target that is just met is met
 
@@ -43,7 +52,12 @@ def forecast(
     """
     job = Job.of(config, machine, gpus, workload)
     choices = candidates(
-        gpus, plan=plan, grid=grid, bucket_mb=bucket_mb, wire=wire or wire_of(config)
+        gpus,
+        plan=plan,
+        grid=grid,
+        bucket_mb=bucket_mb,
+        wire=wire or wire_of(config),
+        hybrid=hybrid_of(config, plan),
     )
     return best(job, choices)
 
@@ -55,6 +69,21 @@ def wire_of(config: Config) -> str:
     return named if named in WIRES else weights
 
 
+def hybrid_of(config: Config, plan: str | None = None) -> Hybrid | None:
+    """The config's hybrid, where its runs sum so or a caller asks for it."""
+    return config.hybrid if HYBRID in (config.plan, plan) else None
+
+
+def as_configured(job: Job) -> Setting | None:
+    """How a run of the config sums on the job's machine, a row of the grid being a node; None where
+    it leaves that to the backend or to what was measured."""
+    config, each = job.config, min(job.gpus, job.machine.workers_per_node)
+    if config.plan != HYBRID and config.plan in CHOICES:
+        return None
+    grid = (1, job.gpus) if is_flat(config.plan, config.hybrid) else (job.gpus // each, each)
+    return Setting(config.plan, grid, config.bucket_mb, wire_of(config), LANES)
+
+
 def candidates(
     gpus: int,
     *,
@@ -62,9 +91,13 @@ def candidates(
     grid: tuple[int, int] | None = None,
     bucket_mb: float | None = None,
     wire: str = "fp32",
+    hybrid: Hybrid | None = None,
 ) -> Choices:
-    """Every plan, grid and bucket size that is left open, plan by plan."""
-    if plan is not None:
+    """Every plan, grid and bucket size that is left open, plan by plan; `hybrid` is one more, where
+    it is given."""
+    if plan is not None and plan != HYBRID:
+        if ":" not in plan and plan not in PLANS:
+            raise UserError(f"there is no plan {plan!r}: {nearest(plan, [*PLANS, HYBRID])}")
         plan_of(plan)
     if grid is not None and min(grid) < 1:
         raise UserError(f"a grid of {grid[0]} x {grid[1]} is none: give sides of 1 and more")
@@ -78,17 +111,14 @@ def candidates(
         raise UserError(f"buckets of {bucket_mb:g} MB hold nothing: give a size above 0")
     sizes = BUCKETS_MB if bucket_mb is None else (bucket_mb,)
     lines, planes = [(1, gpus)], _grids(gpus)
+    names = [*PLANNED, *([HYBRID] if hybrid else [])] if plan is None else [plan]
+    parted = hybrid or Hybrid()
     shapes = [
         (name, shape)
-        for name in (PLANNED if plan is None else (plan,))
-        for shape in ((lines if _is_flat(name) else planes) if grid is None else [grid])
+        for name in names
+        for shape in ((lines if is_flat(name, parted) else planes) if grid is None else [grid])
     ]
     return Choices(shapes, sizes, wire)
-
-
-def _is_flat(plan: str) -> bool:
-    """One line of all workers: no grid means anything to it."""
-    return all(phase.axis == "xy" for phase in plan_of(plan))
 
 
 def _grids(gpus: int) -> list[tuple[int, int]]:
@@ -109,7 +139,7 @@ def compare(job: Job, what: Comparison, choices: Choices) -> list[Forecast]:
     if what == "wire":
         return [best(job, choices._replace(wire=wire)) for wire in ("fp32", "fp16")]
     if what == "grids":
-        planes = [shape for shape in choices.shapes if not _is_flat(shape[0])]
+        planes = [shape for shape in choices.shapes if not is_flat(shape[0], job.config.hybrid)]
         choices = choices._replace(shapes=planes or choices.shapes)
     first = best(job, choices).setting
     same = _only(choices, plan=first.plan)
@@ -166,8 +196,10 @@ def enough(
     place = load(machine) if isinstance(machine, str) else machine
     each, sent_as = place.workers_per_node, wire or wire_of(config)
 
+    hybrid = hybrid_of(config, plan)
+
     def choices_on(gpus: int) -> Choices:
-        return candidates(gpus, plan=plan, bucket_mb=bucket_mb, wire=sent_as)
+        return candidates(gpus, plan=plan, bucket_mb=bucket_mb, wire=sent_as, hybrid=hybrid)
 
     most = min(stage.batch for stage in config.all_stages) // each
     if most < 1:
@@ -176,7 +208,7 @@ def enough(
             f"{each} workers"
         )
     first = Job.of(config, place, each, workload)
-    possible = Possible(sent_as, choices_on(each).sizes)
+    possible = Possible(sent_as, choices_on(each).sizes, mixed=hybrid is not None)
     fewest: Forecast | None = None
     cheapest: Forecast | None = None
     for nodes in range(1, most + 1):
@@ -215,8 +247,8 @@ def fastest_of(job: Job, most: int, choices_on: Callable[[int], Choices]) -> For
         if 2**twos * 3**threes <= most
     )
     limit, quickest = inf, each
-    _, sizes, wire = choices_on(each)
-    possible = Possible(wire, sizes)
+    shapes, sizes, wire = choices_on(each)
+    possible = Possible(wire, sizes, mixed=any(plan == HYBRID for plan, _ in shapes))
     for nodes in round_numbers:
         here = job.on(nodes * each)
         if limit < inf and not possible.within(here, limit):
@@ -251,7 +283,7 @@ def advice(job: Job, found: Forecast, wire: str) -> Iterator[str]:
 
 def _least(job: Job, wire: str) -> float:
     """Seconds of the whole run, by the fastest setting."""
-    found = fastest(job, candidates(job.gpus, wire=wire))
+    found = fastest(job, candidates(job.gpus, wire=wire, hybrid=hybrid_of(job.config)))
     assert found is not None
     return job.whole_run(found[0])
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
+from megabatch.config import Hybrid
 from megabatch.plans import PLANS, Plan
 from megabatch.plans.names import plan_of
 
@@ -14,6 +16,8 @@ PLANNED: dict[str, Plan] = {
     name: plan_of(name) for name in (*FLAT, *PLANS, "torus:halving_doubling")
 }
 """the plans that a search goes through, by name"""
+HYBRID = "hybrid"
+"""the name of a choice by size"""
 
 BUCKETS_MB = (1.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0, 1000.0)
 
@@ -31,6 +35,21 @@ class Setting:
     wire: str = "fp32"
     lanes: int = 1
     overlap: bool = True
+
+
+def ways(plan: str, hybrid: Hybrid) -> tuple[tuple[float, Plan], ...]:
+    """The plans that a name stands for, each up to so many bytes on the wire: one of any size, or
+    the two of a hybrid, by the thresholds that the trainer goes by (sync/choice.py)."""
+    if plan != HYBRID:
+        return ((inf, plan_of(plan)),)
+    return tuple(
+        (inf if limit is None else limit, plan_of(name)) for limit, name in hybrid.thresholds
+    )
+
+
+def is_flat(plan: str, hybrid: Hybrid) -> bool:
+    """One line of all workers: no grid means anything to it."""
+    return all(phase.axis == "xy" for _, phases in ways(plan, hybrid) for phase in phases)
 
 
 class Choices(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megabatch.planner.cost import Price
+from megabatch.planner.cost import BySize, Price
 from megabatch.planner.workload import Workload
 
 FORWARD = 1 / 3  # of a pass: backward makes two products where forward makes one
@@ -69,7 +69,11 @@ def buckets(workload: Workload, limit_mb: float, wire: str) -> list[SentBucket]:
 
 
 def send(
-    full: Sequence[SentBucket], price: Price, began: float, backward: float, lanes: int = 1
+    full: Sequence[SentBucket],
+    price: Price | BySize,
+    began: float,
+    backward: float,
+    lanes: int = 1,
 ) -> list[Sent]:
     """When each bucket leaves and arrives. Lanes hide each other's latency and share the wire.
 
@@ -77,16 +81,17 @@ def send(
     """
     free, wire_free = [0.0] * lanes, 0.0
     sent: list[Sent] = []
-    works = price.message_work or price.byte_work
+    works = price.works
     for number, bucket in enumerate(full):
         lane = number % lanes
+        cost = price.of(bucket.nbytes)
         ready = began + bucket.ready * backward
         if works:
             ready = held_up(ready, sent)
         start = max(ready, free[lane], wire_free)
-        work = price.work(bucket.nbytes)
-        wire_free = start + max(price.seconds_per_byte * bucket.nbytes, work)
-        free[lane] = wire_free + price.latency
+        work = cost.work(bucket.nbytes)
+        wire_free = start + max(cost.seconds_per_byte * bucket.nbytes, work)
+        free[lane] = wire_free + cost.latency
         sent.append(Sent(bucket.nbytes, ready, start, free[lane], wire_free, work))
     return sent
 
@@ -110,7 +115,7 @@ def step(
     pass_seconds: float,
     passes: int,
     full: Sequence[SentBucket],
-    price: Price,
+    price: Price | BySize,
     *,
     slowest: float = 0.0,
     lanes: int = 1,
@@ -135,9 +140,7 @@ def step(
     if sending_share and overlap:
         under_way = sum(bucket.end - bucket.start for bucket in sent)
         taken = sending_share * min(under_way, backward)
-    computed = taken + (
-        held_up(compute, sent) if price.message_work or price.byte_work else compute
-    )
+    computed = taken + (held_up(compute, sent) if price.works else compute)
     exposed = max(computed, arrived) - compute
     busy = compute * (1 + slowest) + exposed
     waiting = max(0.0, input_seconds - busy)
@@ -156,7 +159,7 @@ def arrival(
     full: Sequence[SentBucket], price: Price, began: float, backward: float, lanes: int
 ) -> tuple[float, float]:
     """When the last bucket of `send` is there and how long all were under way, without the list;
-    for prices without work."""
+    for one price without work."""
     free, wire_free, last = [0.0] * lanes, 0.0, 0.0
     latency, pace, lane, busy = price.latency, price.seconds_per_byte, 0, 0.0
     for nbytes, ready in full:

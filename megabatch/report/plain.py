@@ -6,7 +6,7 @@ GPUs, and below the table each of these is told in full.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megabatch.planner.run import Forecast
 from megabatch.report.numbers import duration
@@ -19,12 +19,20 @@ SAME = 0.01
 WIDTH = 80
 
 
-def text(found: list[Forecast], title: str, compared: str, remarks: list[str]) -> str:
-    """Table, the best rows in full, advice, notes."""
+def text(
+    found: list[Forecast],
+    title: str,
+    compared: str,
+    remarks: list[str],
+    own: Sequence[Forecast] = (),
+) -> str:
+    """Table, the best rows in full, what the recipe does as it is, advice, notes."""
     best = best_by_gpus(found)
     lines = [*_wrapped(title), "", *_table(found, best, compared), "", *_wrapped(_LEGEND), ""]
     for forecast in best:
         lines += _wrapped(f"* {in_words(forecast)}")
+    for forecast in own:
+        lines += _wrapped(f"as the recipe sums: {_in_short(forecast)}")
     lines += [line for one in _idle_choice(found, compared) for line in _wrapped(one)]
     lines += [line for one in dict.fromkeys(remarks) for line in _wrapped(f"advice: {one}")]
     notes = dict.fromkeys(note for forecast in found for note in forecast.notes)
@@ -68,11 +76,26 @@ def in_words(forecast: Forecast) -> str:
     return (
         f"{_counted(forecast.gpus, 'GPU')}: {duration(forecast.seconds_to_target)}, nine of ten "
         f"times {duration(low)} to {duration(high)}; {forecast.gpu_hours:,.2f} {hours}{money}"
-        f"{energy}, {forecast.start_seconds:g} s of start-up included. {setting.plan} on "
+        f"{energy}, {forecast.start_seconds:g} s of start-up included. {_plan(forecast)} on "
         f"{setting.grid[0]} x {setting.grid[1]}, buckets of {setting.bucket_mb:g} MB in "
         f"{setting.wire}, {_counted(forecast.micro, 'image')} a pass; a step takes "
         f"{1e3 * forecast.step_seconds:.2f} ms, {1e3 * forecast.exposed_seconds:.2f} of it exposed "
         f"communication. Limit: {forecast.limit}."
+    )
+
+
+def _plan(forecast: Forecast) -> str:
+    """Its name; of a hybrid also what goes which way."""
+    parts = (f"{count} buckets by {name}" for name, count in forecast.parted)
+    return forecast.setting.plan + (f" ({', '.join(parts)})" if forecast.parted else "")
+
+
+def _in_short(forecast: Forecast) -> str:
+    setting = forecast.setting
+    return (
+        f"{_counted(forecast.gpus, 'GPU')}, {_plan(forecast)} on {setting.grid[0]} x "
+        f"{setting.grid[1]}, buckets of {setting.bucket_mb:g} MB in {setting.wire}: "
+        f"{duration(forecast.seconds_to_target)}, {forecast.images_per_second:,.0f} images/s"
     )
 
 

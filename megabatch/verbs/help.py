@@ -49,10 +49,21 @@ def show_help(
     lines = _help(kind, words, default, usage, True, also)
     if not full and len(lines) > LINES:
         lines = _help(kind, words, default, usage, False, also)
+    if not full and len(lines) > LINES:
+        lines = _help(kind, words, default, usage, False, also, folded=True)
     print("\n".join(lines))
 
 
-def _help(kind: Any, words: str, default: Any, usage: str, full: bool, also: str) -> list[str]:
+def _help(
+    kind: Any,
+    words: str,
+    default: Any,
+    usage: str,
+    full: bool,
+    also: str,
+    folded: bool = False,
+) -> list[str]:
+    """`folded`: a section is one line that names its flags."""
     found = [*flags_said(kind, default)]
     places = [flag.takes for flag in found if flag.positional]
     line = " ".join(["usage: megabatch", words, "[OPTIONS]", *places, *filter(None, [usage])])
@@ -64,6 +75,10 @@ def _help(kind: Any, words: str, default: Any, usage: str, full: bool, also: str
     for flag in found:
         sections.setdefault(flag.section, []).append(flag)
     for section, flags in sections.items():
+        if section and folded:
+            names = ", ".join(flag.name.rpartition(".")[2] for flag in flags)
+            lines.append(f"  {f'--{section}.*':19} {names}")
+            continue
         lines += [*([""] if full or not section else []), *([f"{section}:"] if section else [])]
         lines += flag_lines(flags, full)
     return [*lines, *filter(None, [also])]

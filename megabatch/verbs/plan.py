@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,17 @@ from megabatch.planner.machine import Machine
 from megabatch.planner.machine_file import load
 from megabatch.planner.nets import BUILDERS
 from megabatch.planner.run import Forecast, Job
-from megabatch.planner.search import Comparison, advice, candidates, compare, enough, wire_of
+from megabatch.planner.search import (
+    Comparison,
+    advice,
+    as_configured,
+    candidates,
+    compare,
+    enough,
+    hybrid_of,
+    wire_of,
+)
+from megabatch.planner.settings import HYBRID
 from megabatch.report import tables
 from megabatch.report.plain import best_by_gpus, text
 from megabatch.verbs.examples import show_examples
@@ -37,23 +47,34 @@ def _optional(metavar: str) -> Any:
 
 
 @dataclass(frozen=True)
+class HybridFlags:
+    small: Annotated[str | None, _optional("NAME")] = None
+    """how plan hybrid sums small buckets (none: as the recipe says)"""
+    large: Annotated[str | None, _optional("NAME")] = None
+    """how plan hybrid sums those above the threshold"""
+    threshold_mb: Annotated[float | None, _optional("MB")] = None
+    """the largest small one, in megabytes on the wire"""
+
+
+@dataclass(frozen=True)
 class PlanFlags:
     machine: Annotated[str, _optional("NAME")] = "dgx-h100"
     """a bundled machine, or the path of a machine.json"""
     gpus: Annotated[str | None, _optional("N,N")] = None
     """numbers of GPUs, with commas between them (none: 8,64,512)"""
     plan: Annotated[str | None, _optional("NAME")] = None
-    """only this all-reduce (none: all are tried)"""
+    """only this all-reduce, or hybrid (none: all are tried, hybrid if the recipe has it)"""
     grid: Annotated[tuple[int, int] | None, _optional("Y X")] = None
     """only this grid, rows and columns"""
     bucket_mb: Annotated[float | None, _optional("MB")] = None
     """only this bucket size, in megabytes of fp32 gradients"""
     wire: Annotated[str | None, _optional("NAME")] = None
     """gradients travel as fp32 or fp16 (none: as the recipe says)"""
+    hybrid: HybridFlags = field(default_factory=HybridFlags)
     micro: Annotated[int | None, _optional("N")] = None
     """at most so many images in one pass (none: as many as fit)"""
-    compare: Comparison = "plans"
-    """what the rows of the table are"""
+    compare: Annotated[Comparison, _optional("WHAT")] = "plans"
+    """plans, grids, buckets or wire, as the rows of the table"""
     target_seconds: Annotated[float | None, _optional("S")] = None
     """find the fewest nodes that end the run within so long; and the cheapest"""
     batch: Annotated[int | None, _optional("N")] = None
@@ -88,23 +109,26 @@ def run(arguments: list[str]) -> int:
     if name == "published":
         return _published(parse(PublishedFlags, "plan published", arguments[1:]))
     flags = parse(PlanFlags, f"plan {name}", arguments[1:])
-    config = _config(name, flags.epochs, flags.batch)
+    config = _parted(_config(name, flags.epochs, flags.batch), flags)
     model = (
         workload.load(flags.workload)
         if flags.workload is not None
         else workload.workload_of(config)
     )
     machine = _machine(flags)
+    own: list[Forecast] = []
     if flags.target_seconds is not None:
         found, remarks = _in_time(config, machine, model, flags, flags.target_seconds)
     else:
-        found, remarks = _compared(config, machine, model, flags)
-    print(text(found, f"{config.name}, {model.name} on {machine.name}", flags.compare, remarks))
+        found, remarks, own = _compared(config, machine, model, flags)
+    title = f"{config.name}, {model.name} on {machine.name}"
+    print(text(found, title, flags.compare, remarks, own))
     result: dict[str, Any] = {
         "recipe": config.name,
         "machine": flags.machine,
         "rows": [forecast.row() for forecast in found],
         "best": [forecast.row() for forecast in best_by_gpus(found)],
+        "as_configured": [forecast.row() for forecast in own],
         "advice": remarks,
     }
     if flags.html:
@@ -126,6 +150,16 @@ def _config(name: str, epochs: float | None, batch: int | None) -> Config:
     if batch is not None and batch < 1:
         raise UserError(f"--batch is {batch}; give at least 1 image")
     return recipes.named(name, epochs, batch)
+
+
+def _parted(config: Config, flags: PlanFlags) -> Config:
+    """With the hybrid that the flags ask for."""
+    given = {name: value for name, value in vars(flags.hybrid).items() if value is not None}
+    if given and hybrid_of(config, flags.plan) is None:
+        raise UserError(f"{config.name} has no hybrid plan to change: add --plan hybrid")
+    if given and flags.plan not in (None, HYBRID):
+        raise UserError(f"--plan {flags.plan} is no hybrid: leave the --hybrid flags away")
+    return replace(config, hybrid=replace(config.hybrid, **given)) if given else config
 
 
 def _machine(flags: PlanFlags) -> Machine:
@@ -171,21 +205,32 @@ def _in_time(
 
 def _compared(
     config: Config, machine: Machine, model: workload.Workload, flags: PlanFlags
-) -> tuple[list[Forecast], list[str]]:
-    """The forecasts and what is to be said about the numbers of GPUs."""
+) -> tuple[list[Forecast], list[str], list[Forecast]]:
+    """The forecasts, what is to be said about the numbers of GPUs, and what the recipe does as it
+    is."""
     wire = flags.wire or wire_of(config)
     found: list[Forecast] = []
+    own: list[Forecast] = []
     remarks: list[str] = []
+    all_open = flags.plan is None and flags.grid is None and flags.compare == "plans"
     for gpus in _numbers(flags.gpus if flags.gpus is not None else "8,64,512"):
         job = Job.of(config, machine, gpus, model)
         choices = candidates(
-            gpus, plan=flags.plan, grid=flags.grid, bucket_mb=flags.bucket_mb, wire=wire
+            gpus,
+            plan=flags.plan,
+            grid=flags.grid,
+            bucket_mb=flags.bucket_mb,
+            wire=wire,
+            hybrid=hybrid_of(config, flags.plan),
         )
         here = compare(job, flags.compare, choices)
         found += here
-        if flags.plan is None and flags.grid is None and flags.compare == "plans":
+        if all_open:
             remarks += advice(job, best_by_gpus(here)[0], wire)
-    return found, remarks
+        if all_open and flags.bucket_mb is None and flags.wire is None and gpus > 1:
+            setting = as_configured(job)
+            own += [] if setting is None else [job.forecast(setting)]
+    return found, remarks, own
 
 
 def _numbers(words: str) -> list[int]:
