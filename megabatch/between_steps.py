@@ -50,10 +50,14 @@ class Summary:
     epochs: float
     seconds: float
     images_per_second: float
+    worker_seconds: float | None
+    """of training, of all workers together, however many there were at each time; None where the
+    run was begun before this was counted"""
     peak_share: float | None
-    """of the chips' peak FLOP/s, that the net's multiplications and additions were; None where the
-    chip or the net is not known"""
+    """of the chips' peak FLOP/s, that the net's multiplications and additions were over these
+    seconds; None where they, the chip or the net are not known"""
     world: int
+    """workers at the end"""
     weights_sha256: str
     out: str | None
     ended: str
@@ -121,8 +125,10 @@ class Run:
         return Memory.of(self.state, self.log.recent, left_out, mine, self.parts)
 
     def _tell_time(self) -> None:
-        self.state.seconds = self.clock.seconds
-        self.state.training_seconds = self.clock.training_seconds
+        state, trained = self.state, self.clock.training_seconds
+        if state.worker_seconds is not None:
+            state.worker_seconds += self.cluster.world * (trained - state.training_seconds)
+        state.seconds, state.training_seconds = self.clock.seconds, trained
 
     # --- after a step
 
@@ -248,7 +254,8 @@ class Run:
             epochs=self.epoch,
             seconds=state.seconds,
             images_per_second=rate,
-            peak_share=_peak_share(self.config, cluster, classes, rate),
+            worker_seconds=state.worker_seconds,
+            peak_share=_peak_share(self.config, cluster, classes, state),
             world=cluster.world,
             weights_sha256=checkpoint.weights_sha256(parts.net),
             out=None if folder.path is None else str(folder.path),
@@ -258,14 +265,17 @@ class Run:
         return summary
 
 
-def _peak_share(config: Config, cluster: Cluster, classes: int, rate: float) -> float | None:
-    """Of one chip; of a CPU nobody knows the peak."""
-    if cluster.device.type != "cuda":
+def _peak_share(config: Config, cluster: Cluster, classes: int, state: State) -> float | None:
+    """Of the mean chip, over all the time that there was one."""
+    if not state.worker_seconds:
         return None
-    chip, data = torch.cuda.get_device_name(cluster.device), config.data
-    return share_of_peak(
-        chip, config.model, data.size, data.channels, classes, rate / cluster.world
-    )
+    data, rate = config.data, state.seen / state.worker_seconds
+    return share_of_peak(chip_of(cluster), config.model, data.size, data.channels, classes, rate)
+
+
+def chip_of(cluster: Cluster) -> str:
+    """A worker's, by name; of a CPU nobody knows the peak, so it has none."""
+    return torch.cuda.get_device_name(cluster.device) if cluster.device.type == "cuda" else ""
 
 
 def _hopeless(numbers: StepNumbers, state: State, config: Config) -> bool:

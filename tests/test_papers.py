@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,9 @@ from commands import megabatch
 from waiting import PATIENCE_SECONDS
 
 import megabatch as mb
+from megabatch import between_steps, training
 from megabatch.bench.ratios import RatioFlags, first_step
+from megabatch.launch import run_local
 from megabatch.planner.chips import CHIPS
 from megabatch.planner.nets import BUILDERS
 from megabatch.planner.peak import share_of_peak
@@ -337,6 +340,57 @@ def test_the_share_of_the_peak_is_operations_over_time_and_peak():
     assert share == pytest.approx(6 * 4.089e9 * 3000 / CHIPS["h200"].flops, rel=1e-3)
     assert share_of_peak("some accelerator", "resnet50", 224, 3, 1000, 3000) is None
     assert share_of_peak("NVIDIA H200", "own Net", 224, 3, 1000, 3000) is None
+
+
+def stopped_after(steps, monkeypatch):
+    """A run in this process is asked to stop in the step of that number, and stops a step later."""
+    real, taken = training.train_step, []
+
+    def step(*arguments, **how):
+        taken.append(None)
+        if len(taken) == steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments, **how)
+
+    monkeypatch.setattr(training, "train_step", step)
+
+
+def gone_on(config, out):
+    """On this worker, as if its chip were an H200."""
+    between_steps.chip_of = lambda cluster: "NVIDIA H200"
+    return mb.train(config, out=out, resume=True, quiet=True)
+
+
+def test_the_share_of_the_peak_counts_the_workers_that_there_were(monkeypatch, tmp_path):
+    """One worker, then three: each second counts once for each worker of that second."""
+    config = replace(mb.recipes.digits().resized(epochs=1), stages=(), deterministic=True)
+    stopped_after(4, monkeypatch)
+    alone = mb.train(config, out=tmp_path / "run", quiet=True)
+    assert (alone.ended, alone.world, alone.peak_share) == ("stopped", 1, None)
+    assert alone.worker_seconds == pytest.approx(alone.seen / alone.images_per_second)
+    found = run_local(3, gone_on, config, tmp_path / "run")
+    assert (found.ended, found.world) == ("finished", 3)
+    trained = found.seen / found.images_per_second
+    workers = alone.worker_seconds + 3 * (trained - alone.worker_seconds)
+    assert found.worker_seconds == pytest.approx(workers, rel=1e-9)
+    rate = found.seen / workers
+    # What small does with an image of 8 x 8, forward and twice that backward, two operations each
+    operations = 6 * sum(each.multiply_adds for each in BUILDERS["small"](8, 1, 10))
+    assert found.peak_share == pytest.approx(operations * rate / CHIPS["h200"].flops, rel=1e-9)
+
+
+def test_a_run_begun_before_workers_were_counted_has_no_share_of_the_peak(monkeypatch):
+    before = {**vars(State()), "noise": {}, "training_seconds": 5.0}
+    del before["worker_seconds"]
+    assert State.of(before, 1).worker_seconds is None
+    assert State.of({**before, "worker_seconds": 7.0}, 1).worker_seconds == 7.0
+    with pytest.raises(ValueError, match="values that no run has"):
+        State.of({**before, "worker_seconds": float("inf")}, 1)
+    monkeypatch.setattr(between_steps, "chip_of", lambda cluster: "NVIDIA H200")
+    for seconds, known in ((7.0, True), (None, False)):
+        state = State(seen=1000, training_seconds=5.0, worker_seconds=seconds)
+        share = between_steps._peak_share(mb.recipes.digits(), mb.Cluster.from_env(), 10, state)
+        assert (share is not None) == known
 
 
 # --- Mikami: what changes with the batch -------------------------------------------------------

@@ -63,6 +63,9 @@ class State:
     seconds: float = 0.0
     training_seconds: float = 0.0
     """of these, without evaluations and checkpoints"""
+    worker_seconds: float | None = 0.0
+    """the same for all workers together, however many there were at each time; None: the run was
+    begun before this was counted"""
     skipped: int = 0
     """steps in a row, up to the last one read, that did not count"""
 
@@ -93,12 +96,13 @@ class State:
         """What a checkpoint of a run with so many stages holds; an error where that can be no
         run's."""
         # A checkpoint was always made when all that was due was done, also before it said so; nor
-        # did it always say how long training alone had taken.
-        since = {"settled": saved["steps"], "training_seconds": saved.get("seconds", 0.0)}
+        # did it always say how long training alone had taken, and on how many workers.
+        since: dict[str, Any] = {"settled": saved["steps"], "worker_seconds": None}
+        since["training_seconds"] = saved.get("seconds", 0.0)
         state = State(**{**since, **saved, "noise": NoiseScale(**saved["noise"])})
         counts = [state.seen, state.steps, state.settled, state.proposed, state.skipped]
         counts += [state.batch or 0]
-        seconds = state.seconds, state.training_seconds
+        seconds = state.seconds, state.training_seconds, state.worker_seconds or 0.0
         numbers = (*asdict(state.noise).values(), *seconds, *state.evaluation.values())
         numbers = (*numbers, state.best_top1, *state.last_top1s)
         steps = [Step(**step) for step, _ in state.pending]
