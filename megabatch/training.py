@@ -130,7 +130,12 @@ def _train(
         notes = (*train_set.notes, *filter(None, [parts.run.how]))
         if passage.again:
             workers = f"{cluster.world} worker{'s' * (cluster.world > 1)}"
-            log.say(f"goes on at step {state.steps} on {workers}")
+            # Its plan may have given way before, or gives way now.
+            how = "".join(
+                f"; plan {name}: {why}"
+                for _, name, why in config.summed(cluster.world, cluster.grid)
+            )
+            log.say(f"goes on at step {state.steps} on {workers}{how}")
         else:
             _say_first(log, config, cluster, notes, state, images)
         run = Run(config, cluster, parts, loader, folder, log, state, facts, images)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import megabatch_process
 from ranks import run_ranks
 
 import megabatch as mb
@@ -308,6 +309,35 @@ def test_on_the_command_line_a_plan_beside_deterministic_is_refused_but_not_the_
     for flags in (["--plan", "ring"], ["--wire", "bf16"], ["--plan", "torus"]):
         with pytest.raises(UserError, match="a deterministic run sums along one tree"):
             read_flags("mikami2018", ["--deterministic", *flags])
+
+
+SMALL = (
+    "--data.source digits --data.channels 1 --data.size 8 --model small --device cpu --batch 64 "
+    "--micro 16 --span 16 --epochs 0.2 --stages 0.1:128 --lr.warmup 0 --lr.start 0"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "at_first", "later"),
+    [
+        ("mikami2018 --workers 1,4 --grid 2 2", "torus in fp16 gives way: one worker",
+         "4 workers; plan torus: in fp16, buckets of 25 MB; on a grid of 2 x 2"),
+        ("jia2018 --workers 2,1", "hierarchical up to 25 MB, then ring; on a grid of 1 x 2",
+         "1 worker; plan none: hybrid in fp16 gives way: one worker has nothing to sum"),
+        ("mikami2018 --workers 1,2 --deterministic", "torus in fp16 gives way: one worker",
+         "2 workers; plan none: torus in fp16 gives way: a deterministic run sums along one tree"),
+        ("mikami2018 --workers 1 --grid 2 2", "torus in fp16 gives way: one worker", None),
+    ],
+)  # fmt: skip
+def test_a_plan_and_a_grid_come_and_go_with_the_workers(flags, at_first, later, tmp_path):
+    """As many as a stage has; a line says so each time."""
+    done = megabatch_process("train", *flags.split(), *SMALL.split(), "--out", tmp_path / "run")
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 0, said
+    table = said.partition("goes on at step")[0]
+    assert at_first in table
+    assert (later is None) == ("goes on at step" not in said)
+    assert later is None or f"goes on at step 3 on {later}" in said
 
 
 # --- MLPerf ------------------------------------------------------------------------------------

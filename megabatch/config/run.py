@@ -239,9 +239,9 @@ class Config:
         rows.append(("steps in all", f"{steps:,}", f"until {self.epochs:g} x {images} are seen"))
         rows.append(("images in all", f"{seen:,}", "sum of the batches"))
         rows.append(("evaluation sees", *self.data.evaluation_sees()))
-        return rows + self._summed(world, grid)
+        return rows + self.summed(world, grid)
 
-    def _summed(self, world: int, grid: tuple[int, int] | None) -> list[tuple[str, str, str]]:
+    def summed(self, world: int, grid: tuple[int, int] | None) -> list[tuple[str, str, str]]:
         """How a plan sums gradients over workers, or why it gives way; no row without a plan."""
         if self.plan == "backend":
             return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from megabatch.elastic.connecting import connecting
 from megabatch.elastic.link import Link, LostWorker, Standing, World, supervised
 from megabatch.errors import RunFailed, UserError
 from megabatch.host.stopping import StopAsked
+from megabatch.workers.place import place_by
 
 T = TypeVar("T")
 
@@ -112,10 +114,12 @@ def _heeding(link: Link, micro_batches: Iterable[T]) -> Iterator[T]:
 
 
 def meet(grid: tuple[int, int] | None = None, device: str = "auto") -> Cluster:
-    """Join the others; where one is lost before all have met, those that are left."""
+    """Join the others; where one is lost before all have met, those that are left. A grid is for as
+    many workers as it holds, now or later; one worker needs none."""
     link = supervised()
     if link is None:
-        return Cluster.from_env(grid, device)
+        return Cluster.from_env(None if place_by(os.environ).world == 1 else grid, device)
+    link.grid = grid
     return _meet(link, Passage[Any](link), grid, device)
 
 
@@ -126,7 +130,7 @@ def in_worlds(cluster: Cluster, run: Callable[[Cluster, Passage[M]], T]) -> T:
     if link is None or link.in_worlds:
         return run(cluster, Passage[M](None))
     passage = Passage[M](link)
-    given, grid = cluster, cluster.grid
+    given, grid = cluster, link.grid or cluster.grid
     link.in_worlds = True
     try:
         while True:

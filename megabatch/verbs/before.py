@@ -70,9 +70,16 @@ def check_workers_here(
                 f"{count} workers want a GPU each but there {'is' if there == 1 else 'are'} "
                 f"{there}: start {there} (--workers {there}), or use --device cpu"
             )
-        shape = grid_of(Place(0, count, 0, count), grid)
+        # One worker needs no grid; where their number changes, it is for the stages that it holds.
+        spared = count == 1 or any(_holds(grid, other) for other in workers)
+        fits = _holds(grid, count) or not spared
+        shape = grid_of(Place(0, count, 0, count), grid if fits else None)
         if config.plan == "auto" and count > 1 and not config.deterministic:
             measured("machine.json", shape)
+
+
+def _holds(grid: tuple[int, int] | None, workers: int) -> bool:
+    return grid is not None and min(grid) > 0 and grid[0] * grid[1] == workers
 
 
 def _may_have_gpus() -> bool:

@@ -72,11 +72,19 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Parted:
+    small: str | None = None
+    large: str | None = None
+    threshold_mb: str | None = None
+
+
+@dataclass(frozen=True)
 class Sums:
     """How gradients are to be summed, where the command line says so."""
 
     plan: str | None = None
     wire: str | None = None
+    hybrid: Parted = Parted()
 
 
 @dataclass(frozen=True)
@@ -188,6 +196,11 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
         asked.plan not in (None, "backend") or asked.wire not in (None, "fp32")
     ):
         raise UserError("a deterministic run sums along one tree in fp32: drop --plan and --wire")
+    if asked.hybrid != Parted() and config.plan != "hybrid":
+        raise UserError(
+            f"--hybrid is for plan hybrid, and this run sums by plan {config.plan}: add --plan "
+            f"hybrid, or leave it away"
+        )
     check_not_own(config)
     return config, flags.launch
 
