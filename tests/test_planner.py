@@ -33,7 +33,7 @@ from megabatch.planner.step import SentBucket, arrival, buckets, held_up, send, 
 from megabatch.plans import HIERARCHICAL, RING, TORUS, through
 from megabatch.plans.names import plan_of
 from megabatch.report import tables
-from megabatch.sync.choice import choose
+from megabatch.sync.choice import choose_plan
 from megabatch.sync.execute import LANES as ENGINE_LANES
 from megabatch.sync.summation import buckets_of
 
@@ -126,7 +126,7 @@ def test_a_hybrid_is_priced_as_the_trainer_runs_it(grid, lanes):
     (made,) = job.steps(setting)
     with torch.device("meta"):
         net = models.build(config.model, 1000)
-    choice = choose("hybrid", "gloo", thresholds=config.hybrid.thresholds)
+    choice = choose_plan("hybrid", "gloo", thresholds=config.hybrid.thresholds)
     taken, off_wire, free = set(), 0.0, [0.0] * lanes
     full = buckets_of(net.parameters(), 1e6 * config.bucket_mb)
     for number, (bucket, sent) in enumerate(zip(full, made.sent, strict=True)):
@@ -159,7 +159,7 @@ def test_a_hybrids_threshold_parts_buckets_where_the_trainers_does(threshold, wi
         plan_of(name): job.price(Setting(name, (4, 4), size, wire))
         for name in ("hierarchical", "ring")
     }
-    choice = choose("hybrid", "nccl", thresholds=hybrid.thresholds)
+    choice = choose_plan("hybrid", "nccl", thresholds=hybrid.thresholds)
     for bucket in job.buckets(size, wire):
         assert cost.of(bucket.nbytes) == alone[choice.plan(bucket.nbytes)]
     edge = round(1e6 * threshold)  # the largest small one, and the smallest large one

@@ -16,7 +16,7 @@ from megabatch.planner.bundled import MACHINES
 from megabatch.planner.cost import price
 from megabatch.planner.machine import Machine, Rate
 from megabatch.planner.run import Forecast, Job
-from megabatch.planner.settings import BUCKETS_MB, HYBRID, Choices, Setting
+from megabatch.planner.settings import BUCKETS_MB, HYBRID_PLAN, Choices, Setting
 from megabatch.planner.step import buckets
 from megabatch.planner.workload import bert_large
 from megabatch.plans import PLANS
@@ -133,7 +133,7 @@ def _akiba(machine: Machine) -> Iterator[Claim]:
 
 
 def _jia(machine: Machine) -> Iterator[Claim]:
-    best, hybrid = Setting(HYBRID, (128, 16), 0, "fp16"), jia_hybrid()
+    best, hybrid = Setting(HYBRID_PLAN, (128, 16), 0, "fp16"), jia_hybrid()
     found = replay(machine, 2048, 65536, best, reference_batch=256, hybrid=hybrid)
     remark = f"the hybrid's threshold, {hybrid.threshold_mb:g} MB, and groups of 16 assumed"
     yield _points("Jia 2018", "2,048 P40, efficiency", 87.9, found, remark)

@@ -25,7 +25,7 @@ from megabatch.planner.pace import (
     pace,
     unmeasured,
 )
-from megabatch.planner.settings import FLAT, HYBRID, Setting, ways
+from megabatch.planner.settings import FLAT, HYBRID_PLAN, Setting, ways
 from megabatch.planner.step import FORWARD, WIRES, SentBucket, StepForecast, arrival, buckets, step
 from megabatch.planner.workload import Images, Workload, images_of, workload_of
 from megabatch.plans import Plan
@@ -292,10 +292,10 @@ class Job:
         )
 
     def _parted(self, setting: Setting) -> tuple[tuple[str, int], ...]:
-        if setting.plan != HYBRID:
+        if setting.plan != HYBRID_PLAN:
             return ()
         choice = self.config.hybrid
-        (limit, _), _ = ways(HYBRID, choice)
+        (limit, _), _ = ways(HYBRID_PLAN, choice)
         full = self.buckets(setting.bucket_mb, setting.wire)
         small = sum(bucket.nbytes <= limit for bucket in full)
         return (choice.small, small), (choice.large, len(full) - small)

@@ -18,7 +18,7 @@ from megabatch.planner.machine_file import load
 from megabatch.planner.run import Forecast, Job
 from megabatch.planner.settings import (
     BUCKETS_MB,
-    HYBRID,
+    HYBRID_PLAN,
     LANES,
     PLANNED,
     Choices,
@@ -71,14 +71,14 @@ def wire_of(config: Config) -> str:
 
 def hybrid_of(config: Config, plan: str | None = None) -> Hybrid | None:
     """The config's hybrid, where its runs sum so or a caller asks for it."""
-    return config.hybrid if HYBRID in (config.plan, plan) else None
+    return config.hybrid if HYBRID_PLAN in (config.plan, plan) else None
 
 
 def as_configured(job: Job) -> Setting | None:
     """How a run of the config sums on the job's machine, a row of the grid being a node; None where
     it leaves that to the backend or to what was measured."""
     config, each = job.config, min(job.gpus, job.machine.workers_per_node)
-    if config.plan != HYBRID and config.plan in CHOICES:
+    if config.plan != HYBRID_PLAN and config.plan in CHOICES:
         return None
     grid = (1, job.gpus) if is_flat(config.plan, config.hybrid) else (job.gpus // each, each)
     return Setting(config.plan, grid, config.bucket_mb, wire_of(config), LANES)
@@ -95,9 +95,9 @@ def candidates(
 ) -> Choices:
     """Every plan, grid and bucket size that is left open, plan by plan; `hybrid` is one more, where
     it is given."""
-    if plan is not None and plan != HYBRID:
+    if plan is not None and plan != HYBRID_PLAN:
         if ":" not in plan and plan not in PLANS:
-            raise UserError(f"there is no plan {plan!r}: {nearest(plan, [*PLANS, HYBRID])}")
+            raise UserError(f"there is no plan {plan!r}: {nearest(plan, [*PLANS, HYBRID_PLAN])}")
         plan_of(plan)
     if grid is not None and min(grid) < 1:
         raise UserError(f"a grid of {grid[0]} x {grid[1]} is none: give sides of 1 and more")
@@ -111,7 +111,7 @@ def candidates(
         raise UserError(f"buckets of {bucket_mb:g} MB hold nothing: give a size above 0")
     sizes = BUCKETS_MB if bucket_mb is None else (bucket_mb,)
     lines, planes = [(1, gpus)], _grids(gpus)
-    names = [*PLANNED, *([HYBRID] if hybrid else [])] if plan is None else [plan]
+    names = [*PLANNED, *([HYBRID_PLAN] if hybrid else [])] if plan is None else [plan]
     parted = hybrid or Hybrid()
     shapes = [
         (name, shape)
@@ -248,7 +248,7 @@ def fastest_of(job: Job, most: int, choices_on: Callable[[int], Choices]) -> For
     )
     limit, quickest = inf, each
     shapes, sizes, wire = choices_on(each)
-    possible = Possible(wire, sizes, mixed=any(plan == HYBRID for plan, _ in shapes))
+    possible = Possible(wire, sizes, mixed=any(plan == HYBRID_PLAN for plan, _ in shapes))
     for nodes in round_numbers:
         here = job.on(nodes * each)
         if limit < inf and not possible.within(here, limit):

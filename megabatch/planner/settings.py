@@ -16,7 +16,7 @@ PLANNED: dict[str, Plan] = {
     name: plan_of(name) for name in (*FLAT, *PLANS, "torus:halving_doubling")
 }
 """the plans that a search goes through, by name"""
-HYBRID = "hybrid"
+HYBRID_PLAN = "hybrid"
 """the name of a choice by size"""
 
 BUCKETS_MB = (1.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0, 1000.0)
@@ -40,7 +40,7 @@ class Setting:
 def ways(plan: str, hybrid: Hybrid) -> tuple[tuple[float, Plan], ...]:
     """The plans that a name stands for, each up to so many bytes on the wire: one of any size, or
     the two of a hybrid, by the thresholds that the trainer goes by (sync/choice.py)."""
-    if plan != HYBRID:
+    if plan != HYBRID_PLAN:
         return ((inf, plan_of(plan)),)
     return tuple(
         (inf if limit is None else limit, plan_of(name)) for limit, name in hybrid.thresholds

@@ -33,7 +33,7 @@ from megabatch.planner.search import (
     hybrid_of,
     wire_of,
 )
-from megabatch.planner.settings import HYBRID
+from megabatch.planner.settings import HYBRID_PLAN
 from megabatch.report import tables
 from megabatch.report.plain import best_by_gpus, text
 from megabatch.verbs.examples import show_examples
@@ -157,7 +157,7 @@ def _parted(config: Config, flags: PlanFlags) -> Config:
     given = {name: value for name, value in vars(flags.hybrid).items() if value is not None}
     if given and hybrid_of(config, flags.plan) is None:
         raise UserError(f"{config.name} has no hybrid plan to change: add --plan hybrid")
-    if given and flags.plan not in (None, HYBRID):
+    if given and flags.plan not in (None, HYBRID_PLAN):
         raise UserError(f"--plan {flags.plan} is no hybrid: leave the --hybrid flags away")
     return replace(config, hybrid=replace(config.hybrid, **given)) if given else config
 

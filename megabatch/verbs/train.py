@@ -72,7 +72,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Parted:
+class HybridAsked:
     small: str | None = None
     large: str | None = None
     threshold_mb: str | None = None
@@ -84,7 +84,7 @@ class Sums:
 
     plan: str | None = None
     wire: str | None = None
-    hybrid: Parted = Parted()
+    hybrid: HybridAsked = HybridAsked()
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
         asked.plan not in (None, "backend") or asked.wire not in (None, "fp32")
     ):
         raise UserError("a deterministic run sums along one tree in fp32: drop --plan and --wire")
-    if asked.hybrid != Parted() and config.plan != "hybrid":
+    if asked.hybrid != HybridAsked() and config.plan != "hybrid":
         raise UserError(
             f"--hybrid is for plan hybrid, and this run sums by plan {config.plan}: add --plan "
             f"hybrid, or leave it away"
