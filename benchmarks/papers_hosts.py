@@ -2,6 +2,7 @@
 their papers' tables have them, with real training between emulated hosts beside the planner's line.
 
     python benchmarks/papers_hosts.py ablation --json results/papers/ablation.json
+    python benchmarks/papers_hosts.py ablation --workers 2 --json results/papers/ablation-pairs.json
     python benchmarks/papers_hosts.py scaling --json results/papers/scaling.json
 
 Needs root (network namespaces) and a machine with nothing else to do. Every row is `megabatch

@@ -81,8 +81,10 @@ def test_one_hash_on_one_gpu():
 
 def test_the_papers_tables():
     told = page("results/papers/README.md")
-    for name in ("ablation", "scaling"):
-        found = result(f"papers/{name}.json")
+    files = sorted(path.name for path in (ROOT / "results/papers").glob("*.json"))
+    assert {"ablation.json", "scaling.json"} <= {*files}
+    for name in files:
+        found = result(f"papers/{name}")
         assert found["command"] in told and found["date"] in told
         for row in found["rows"]:
             for value in (row["images_per_second"], row.get("predicted")):
