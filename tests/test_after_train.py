@@ -249,6 +249,15 @@ def test_a_caller_who_has_turned_gradients_off_can_train(off):
     assert not torch.equal(net.head[2].weight, before)
 
 
+def test_a_callers_autocast_is_not_the_runs():
+    first = mb.train(SHORT, model=net_of(), quiet=True)
+    net = net_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        second = mb.train(SHORT, model=net, quiet=True)
+        assert net(torch.ones(2, 1, 8, 8)).dtype == torch.bfloat16  # it is theirs again
+    assert second.weights_sha256 == first.weights_sha256
+
+
 # --- nothing is left --------------------------------------------------------------------------
 
 

@@ -15,8 +15,9 @@ from megabatch.config import Config
 @contextlib.contextmanager
 def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
     """One thread and fixed kernels for a deterministic run, otherwise a fair share of the cores, or
-    what OMP_NUM_THREADS says, and the fastest kernels; torch's generators are the run's too.
-    Afterwards all is as it was."""
+    what OMP_NUM_THREADS says, and the fastest kernels; torch's generators are the run's too, and
+    its precision is the config's, inside a caller's autocast as well. Afterwards all is as it
+    was."""
     threads, exact = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     searches = torch.backends.cudnn.benchmark
     if config.deterministic:
@@ -32,7 +33,8 @@ def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
         torch.set_deterministic_debug_mode("error")
     try:
         devices = [cluster.device] if cluster.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+        plain = torch.autocast(cluster.device.type, enabled=False)
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad(), plain:
             yield
     finally:
         torch.backends.cudnn.benchmark = searches
