@@ -111,7 +111,7 @@ def prepared(
     config: Config, cluster: Cluster, classes: int, model: nn.Module | None = None
 ) -> Iterator[nn.Module]:
     """The module of a run while it lasts: the same weights on every worker, batch norm by spans,
-    dropout keyed.
+    a bundled net's dropout keyed.
 
     Afterwards it has its own layers again, in the modes they were in, with the weights and moving
     averages that they have by then, laid out as they were; device and precision stay the run's.
@@ -130,7 +130,10 @@ def prepared(
         if config.init:  # on the first worker; the others get all of its weights below
             cluster.agree(functools.partial(begin_from, net, config))
         ending.callback(use_spans(net, config.span))
-        ending.callback(key_dropout(net, config.seed))
+        # A net of somebody else's may call one layer several times, on tensors of any shape: it
+        # draws from torch's generator, which is keyed too (step.key_draws).
+        if model is None and not is_foreign(config.model):
+            ending.callback(key_dropout(net, config.seed))
         net.to(cluster.device, full_dtype(config))
         if cluster.world > 1:
             for tensor in net.state_dict().values():

@@ -50,10 +50,11 @@ def train(
     """Train as the config says; every worker of the cluster calls it.
 
     `model` is a module of your own. It is trained in place, and yours again afterwards, however the
-    run ended: its own layers and modes (batch norm by spans and keyed dropout are put in for the
-    run alone), no hooks, no gradients. Changed are its weights and moving averages, and where it
-    lies: on the cluster's device, in fp32, or fp64 for precision fp64, channels last (but for
-    deterministic runs on a CPU).
+    run ended: its own layers and modes (batch norm by spans is put in for the run alone), no hooks,
+    no gradients. What it draws, dropout say, it draws from torch's generator, which is keyed by the
+    images' positions. Changed are its weights and moving averages, and where it lies: on the
+    cluster's device, in fp32, or fp64 for precision fp64, channels last (but for deterministic runs
+    on a CPU).
     `data` is a map-style data set of (image, label), of which a share is held out by hash, or a
     pair (train, val). Without `out` nothing is written. `loggers` hear of the run on the first
     worker, and cannot change it. `sources` are the config's images as data.opening.open_sources

@@ -249,6 +249,29 @@ def test_a_caller_who_has_turned_gradients_off_can_train(off):
     assert not torch.equal(net.head[2].weight, before)
 
 
+class DropsTwice(nn.Module):
+    """One layer of dropout in two places, and on rows that are parts of images."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.head, self.alike = nn.Dropout(0.5), nn.Linear(64, 10), []
+
+    def forward(self, x):
+        parts = self.drop(x.reshape(-1, 16)).reshape(len(x), 64)
+        masks = [self.drop(torch.ones(len(x), 64)) > 0 for _ in range(2)]
+        if self.training:
+            self.alike.append(float((masks[0] == masks[1]).float().mean()))
+        return self.head(parts * masks[0] * masks[1])
+
+
+def test_a_layer_of_dropout_may_be_called_again_and_on_any_shape():
+    net = net_of(DropsTwice)
+    before = copy.deepcopy(net)
+    first = mb.train(SHORT, model=net, quiet=True)
+    assert 0.4 < sum(net.alike) / len(net.alike) < 0.6  # masks of their own
+    assert mb.train(SHORT, model=before, quiet=True).weights_sha256 == first.weights_sha256
+
+
 def test_a_callers_autocast_is_not_the_runs():
     first = mb.train(SHORT, model=net_of(), quiet=True)
     net = net_of()
