@@ -41,6 +41,7 @@ class Purpose(IntEnum):
     COLOUR = 9
     LIGHTING = 10
     TUNING = 11
+    OWN_DATA = 12
 
 
 def mix(value: Bits) -> Bits:

@@ -1,6 +1,7 @@
 """Callers' own data sets: what torch's DataLoader and cross_entropy take works, the rest is one
 sentence that names the item."""
 
+import random
 from dataclasses import replace
 
 import numpy
@@ -14,6 +15,7 @@ import megabatch as mb
 from megabatch.config import Config, Data
 from megabatch.data.opening import open_sources
 from megabatch.errors import UserError
+from megabatch.launch import run_local
 
 CONFIG = Config(batch=8, micro=4, span=4, epochs=1, data=Data(size=6, channels=3, classes=4))
 OWN_NET = replace(CONFIG, model="own Net")
@@ -147,6 +149,63 @@ def test_a_net_with_fewer_outputs_than_classes():
         mb.UserError, match=r"tells 3 classes apart, but the images have 4: .* 4 out"
     ):
         mb.train(config, model=net, data=of((floats(), 0)), quiet=True)
+
+
+class Draws:
+    """Its images are drawn anew each time, as torchvision's transforms do; `seen` are they."""
+
+    def __init__(self, by):
+        self.by, self.seen = by, []
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        drawn = {
+            "torch": lambda: float(torch.rand(())),
+            "numpy": lambda: float(numpy.random.rand()),
+            "python": random.random,
+        }
+        self.seen.append((index, drawn[self.by]()))
+        return torch.full((3, 6, 6), self.seen[-1][1]), index % 4
+
+
+class DrawsToo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Linear(108, 4)
+
+    def forward(self, x):
+        return self.head(nn.functional.dropout(x.flatten(1), 0.5, self.training))
+
+
+DETERMINISTIC = replace(
+    CONFIG, deterministic=True, epochs=3, lr=replace(CONFIG.lr, warmup=0, reference=1)
+)
+
+
+def weights_of_draws(by):
+    return mb.train(DETERMINISTIC, DrawsToo(), Draws(by), quiet=True).weights_sha256
+
+
+@pytest.mark.parametrize("by", ["torch", "numpy", "python"])
+def test_what_a_data_set_draws_is_keyed_in_a_deterministic_run(by):
+    random.seed(1), numpy.random.seed(1)
+    expected = random.random(), numpy.random.rand()
+    random.seed(1), numpy.random.seed(1)
+    data = Draws(by)
+    summary = mb.train(DETERMINISTIC, DrawsToo(), data, quiet=True)
+    assert (random.random(), numpy.random.rand()) == expected  # they are the caller's
+    trained = {index for index, _ in data.seen[1:9]}
+    for index in trained:  # another draw each epoch
+        drawn = [number for i, number in data.seen[1:] if i == index]
+        assert len(drawn) >= 3 and len(set(drawn)) == len(drawn)
+    assert summary.weights_sha256 == weights_of_draws(by)
+
+
+def test_and_the_same_on_two_workers():
+    assert run_local(2, weights_of_draws, "torch") == weights_of_draws("torch")
 
 
 # --- what is refused

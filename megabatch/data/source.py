@@ -7,8 +7,11 @@ sources that need no decoding: images in memory, and anyone's own data set.
 
 from __future__ import annotations
 
+import contextlib
 import numbers
-from collections.abc import Callable, Mapping
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -189,7 +192,12 @@ _LABEL_KEYS = ("label", "labels", "target")
 
 class OwnData(Source):
     """Anyone's map-style data set: items are (image, label) or a dict of them, an image a tensor,
-    an array or PIL's, a label a class number or one-hot."""
+    an array or PIL's, a label a class number or one-hot.
+
+    One that draws from torch's, numpy's or Python's generator is read by the training loop itself
+    in a deterministic run, each item's draws keyed by its position: threads would share the
+    generators with each other and with the net.
+    """
 
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.25,)
@@ -213,14 +221,28 @@ class OwnData(Source):
             raise UserError(f"{title} is empty: give a data set with images")
         self.class_names = _class_names(dataset)
         self.classes = len(self.class_names) or data.classes
-        first, _ = self._item(0)
+        with _generators_kept():
+            before = _generators()
+            first, _ = self._item(0)
+            draws = _generators() != before
         self._shape = self._shape or tuple(first.shape)
+        self._seed, self.instant = config.seed, config.deterministic and draws
+        if self.instant:
+            self.notes = (
+                f"{title} draws random numbers: this run is deterministic and reads it without "
+                f"threads",
+            )
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-        items = [self._item(index) for index in indices.tolist()]
+        if self.instant:
+            keys = self._keys(indices, draws)
+            with _generators_kept():
+                items = [self._keyed_item(*one) for one in zip(indices.tolist(), keys, strict=True)]
+        else:
+            items = [self._item(index) for index in indices.tolist()]
         images = [image for image, _ in items]
         # As torch would: items of several types become one type that holds them all.
         dtype = images[0].dtype
@@ -229,6 +251,17 @@ class OwnData(Source):
         return torch.stack([image.to(dtype) for image in images]), torch.tensor(
             [label for _, label in items]
         )
+
+    def _keys(self, indices: Tensor, draws: Tensor | None) -> list[int]:
+        """32 bits an item: by position in training, as the draws are, by index in evaluation."""
+        bits = indices[:, None] if draws is None else (draws[:, :2].double() * 2**24).long()
+        return torch.as_tensor(keyed(self._seed, Purpose.OWN_DATA, *bits.unbind(1))).tolist()
+
+    def _keyed_item(self, index: int, key: int) -> tuple[Tensor, int]:
+        torch.default_generator.manual_seed(key)
+        numpy.random.seed(key)
+        random.seed(key)
+        return self._item(index)
 
     def _item(self, index: int) -> tuple[Tensor, int]:
         try:
@@ -309,6 +342,25 @@ class OwnData(Source):
 
     def _wrong(self, index: int, how: str) -> UserError:
         return UserError(f"item {index} of {self._title} {how}")
+
+
+def _generators() -> tuple[bytes, bytes]:
+    """How far torch's generator is, and numpy's and Python's."""
+    others = numpy.random.get_state(legacy=False), random.getstate()
+    return bytes(torch.get_rng_state().numpy()), pickle.dumps(others)
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    """They are afterwards as they were."""
+    torchs = torch.get_rng_state()
+    numpys, pythons = numpy.random.get_state(legacy=False), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torchs)
+        numpy.random.set_state(numpys)
+        random.setstate(pythons)
 
 
 def _class_names(dataset: Any) -> tuple[str, ...]:
