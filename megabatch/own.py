@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +49,13 @@ def check_model(model: Any) -> None:
     for name, weight in model.named_parameters():
         if is_lazy(weight) or weight.is_meta:
             raise UserError(f"the model's {name} has no values yet: call the model on images once")
-        if weight.is_complex():
+        if weight.is_inference():
+            raise UserError(
+                f"the model's {name} was made in torch.inference_mode and cannot be trained: "
+                f"make the model outside"
+            )
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_complex():
             raise UserError(f"the model's {name} is complex: training is in real numbers")
 
 

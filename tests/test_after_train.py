@@ -196,6 +196,17 @@ def test_evaluate_needs_no_engine_and_gives_the_net_back(tmp_path, monkeypatch):
     is_theirs_again(net)
 
 
+def with_a_complex_buffer():
+    net = nn.Linear(64, 10)
+    net.register_buffer("filter", torch.ones(3, dtype=torch.complex64))  # a cast would halve it
+    return net
+
+
+@torch.inference_mode()
+def made_in_inference_mode():
+    return nn.Linear(64, 10)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -208,6 +219,8 @@ def test_evaluate_needs_no_engine_and_gives_the_net_back(tmp_path, monkeypatch):
         ((SHORT, nn.Sequential(nn.LazyLinear(10))), "the model's 0.weight has no values yet"),
         ((SHORT, nn.Linear(64, 10, device="meta")), "the model's weight has no values yet"),
         ((SHORT, nn.Linear(64, 10, dtype=torch.complex64)), "the model's weight is complex"),
+        ((SHORT, with_a_complex_buffer()), "the model's filter is complex"),
+        ((SHORT, made_in_inference_mode()), "the model's weight was made in torch.inference_mode"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_a_sentence(arguments, words):

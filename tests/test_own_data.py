@@ -212,7 +212,19 @@ def test_and_the_same_on_two_workers():
 
 
 @pytest.mark.parametrize(
-    "label", [1.7, float("nan"), "cat", None, [0.5, 0.5, 0, 0], (1, 2), torch.rand(2, 2), 1j]
+    "label",
+    [
+        1.7,
+        float("nan"),
+        "cat",
+        None,
+        [0.5, 0.5, 0, 0],
+        (1, 2),
+        torch.rand(2, 2),
+        1j,
+        [],
+        [[0], [0, 1]],
+    ],
 )
 def test_labels_that_mean_nothing(label):
     refused(of((floats(), 0), changed=(floats(), label)), "item 7 of the data set has the label")
@@ -237,6 +249,31 @@ def test_images_of_another_shape(image):
 @pytest.mark.parametrize("image", [None, "a.jpg", object()])
 def test_what_is_no_image(image):
     refused(of((floats(), 0), changed=(image, 0)), "item 7 .* where its image should be")
+
+
+@pytest.mark.parametrize("config", [CONFIG, OWN_NET], ids=["bundled", "own"])
+@pytest.mark.parametrize("kind", ["complex", "sparse"])
+def test_images_that_are_no_plain_numbers(kind, config):
+    image = floats() + 1j if kind == "complex" else floats().to_sparse()
+    refused(of((floats(), 0), changed=(image, 0)), f"item 7 .* is a {kind} image", config)
+
+
+class Named(list):
+    def __init__(self, classes, items):
+        super().__init__(items)
+        self.classes = classes
+
+
+def test_both_parts_number_their_classes_alike():
+    """Of folders, one without a class would number those behind it anew."""
+    train = Named(["ant", "bee", "cat"], of((floats(), 2)))
+    refused(
+        (train, Named(["ant", "cat"], of((floats(), 1)))),
+        "the validation set has the classes ant, cat, but the training set ant, bee, cat: ",
+    )
+    refused((train, Named(list("abcde"), of((floats(), 1)))), r"a, b, c, \.\.\. \(5\), but")
+    assert len(read((train, Named(["ant", "bee", "cat"], of((floats(), 1)))))[1]) == 40
+    refused((train, of((floats(), 3))), "item 0 of the validation set .* labels are 0 to 2")
 
 
 def test_items_that_are_no_pairs():

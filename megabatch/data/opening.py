@@ -93,6 +93,7 @@ def open_own(config: Config, data: Any) -> tuple[Source, Source]:
         train, val = (
             OwnData(part, config, title) for part, title in zip(data, titles, strict=True)
         )
+        val.number_as(train)
         return train, val
     return hold_out(OwnData(data, config, "the data set"), config.data.val_share)
 

@@ -252,6 +252,16 @@ class OwnData(Source):
             [label for _, label in items]
         )
 
+    def number_as(self, train: OwnData) -> None:
+        """Take the classes of the images that are trained on; refuse others."""
+        names, theirs = self.class_names, train.class_names
+        if names and theirs and names != theirs:
+            raise UserError(
+                f"{self._title} has the classes {_few(names)}, but {train._title} {_few(theirs)}: "
+                f"a label would mean two things; give both the same classes in the same order"
+            )
+        self.classes = train.classes
+
     def _keys(self, indices: Tensor, draws: Tensor | None) -> list[int]:
         """32 bits an item: by position in training, as the draws are, by index in evaluation."""
         bits = indices[:, None] if draws is None else (draws[:, :2].double() * 2**24).long()
@@ -303,6 +313,9 @@ class OwnData(Source):
             if array.dtype == numpy.uint8 and array.ndim == 3 and array.shape[2] in (1, 3):
                 array = array.transpose(2, 0, 1)  # as Pillow and OpenCV have them
             image = torch.from_numpy(numpy.array(array))
+        if image.layout != torch.strided or image.is_complex():
+            kind = "complex" if image.is_complex() else "sparse"
+            raise self._wrong(index, f"is a {kind} image: give a dense tensor of real numbers")
         grey = image.dtype == torch.uint8 if self._shape is None else len(self._shape) == 3
         if image.ndim == 2 and grey:
             image = image[None]
@@ -320,7 +333,10 @@ class OwnData(Source):
         if isinstance(label, Tensor):
             label = label.detach().cpu().numpy()
         if isinstance(label, numpy.ndarray | list | tuple):
-            values = numpy.asarray(label)
+            try:
+                values = numpy.asarray(label)
+            except ValueError:  # a list of lists, say, of several lengths
+                values = numpy.empty(0)
             if values.size == 1:
                 label = values.reshape(-1)[0]
             elif values.dtype.kind in "buif" and values.ndim == 1 and _one_hot(values):
@@ -373,7 +389,11 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
 
 
 def _one_hot(values: Any) -> bool:
-    return bool((values == values.max()).sum() == 1 and values.max() == 1 and values.sum() == 1)
+    return bool(len(values) and (values == 1).sum() == 1 and (values == 0).sum() == len(values) - 1)
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
 
 
 def _by(shape: Any) -> str:

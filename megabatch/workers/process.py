@@ -34,7 +34,12 @@ def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
     try:
         devices = [cluster.device] if cluster.device.type == "cuda" else []
         plain = torch.autocast(cluster.device.type, enabled=False)
-        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad(), plain:
+        with (
+            torch.random.fork_rng(devices),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            plain,
+        ):
             yield
     finally:
         torch.backends.cudnn.benchmark = searches
