@@ -294,6 +294,28 @@ def test_a_callers_autocast_is_not_the_runs():
     assert second.weights_sha256 == first.weights_sha256
 
 
+def test_two_runs_in_two_threads_are_refused():
+    """They would draw from one generator: neither would be the run that it is alone."""
+    refused = []
+
+    class Meanwhile(WithDropout):
+        def forward(self, x):
+            if self.training and not refused:
+                thread = threading.Thread(target=another)
+                thread.start()
+                thread.join()
+            return super().forward(x)
+
+    def another():
+        with pytest.raises(UserError, match="another thread of this process trains") as error:
+            mb.train(SHORT, model=net_of(), quiet=True)
+        refused.append(error)
+
+    mb.train(SHORT, model=net_of(Meanwhile), quiet=True)
+    assert len(refused) == 1
+    mb.train(SHORT, model=net_of(), quiet=True)
+
+
 # --- nothing is left --------------------------------------------------------------------------
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 
 import torch
 
 from megabatch.cluster import Cluster
 from megabatch.config import Config
+from megabatch.errors import UserError
+
+_mine = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -17,7 +21,21 @@ def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
     """One thread and fixed kernels for a deterministic run, otherwise a fair share of the cores, or
     what OMP_NUM_THREADS says, and the fastest kernels; torch's generators are the run's too, and
     its precision is the config's, inside a caller's autocast as well. Afterwards all is as it
-    was."""
+    was. All of this is the process's, so that only one thread has it at a time."""
+    if not _mine.acquire(blocking=False):
+        raise UserError(
+            "another thread of this process trains or evaluates, and torch's generators and "
+            "settings are the process's: do one after the other, or each in its own process"
+        )
+    try:
+        with _set(config, cluster):
+            yield
+    finally:
+        _mine.release()
+
+
+@contextlib.contextmanager
+def _set(config: Config, cluster: Cluster) -> Iterator[None]:
     threads, exact = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     searches = torch.backends.cudnn.benchmark
     if config.deterministic:
