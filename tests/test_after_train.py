@@ -252,6 +252,12 @@ def test_a_net_that_gives_no_logits_is_named(answer, words):
         mb.train(SHORT, model=Answers(answer), quiet=True)
 
 
+def test_a_checkpoint_of_another_net_is_no_reason_to_remove_it_first(tmp_path):
+    mb.train(SHORT, model=net_of(), out=tmp_path / "run", quiet=True)
+    with pytest.raises(UserError, match=r"does not fit .* with the model it was trained with"):
+        mb.evaluate(tmp_path / "run", model=nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+
+
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_a_caller_who_has_turned_gradients_off_can_train(off):
     net = net_of()

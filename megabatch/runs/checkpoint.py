@@ -197,7 +197,7 @@ def fitting(path: Path) -> Iterator[None]:
         words = " ".join(str(error).split())[:200]
         raise UserError(
             f"the checkpoint {path} does not fit this run ({type(error).__name__}: {words}): "
-            f"remove it, or name the run that it is of"
+            f"give the run that it is of, with the model it was trained with, or remove it"
         ) from error
 
 
