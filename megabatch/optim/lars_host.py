@@ -13,7 +13,7 @@ from torch import Tensor
 from megabatch.optim.lars_step import Settings, ratios_of
 from megabatch.optim.lars_step import update as update_plain
 from megabatch.optim.layerwise import Adaptation
-from megabatch.optim.layout import dense, laid_alike, laid_as
+from megabatch.optim.layout import dense, flat, laid_alike, laid_as
 
 _LEAST = 1e-8
 """of a factor: 1 - (1 - factor) has lost half of its digits there"""
@@ -50,11 +50,11 @@ def update(
         parts = [slice(i, i + 1) for i in range(len(weights))]
     if any(0 < factor < _LEAST for factor in factors):
         return update_plain(*plain)
+    # As runs of numbers: of channels-last tensors torch's kernel makes copies, there and back.
+    runs = [list(map(flat, tensors)) for tensors in (weights, gradients, buffers)]
     for part, factor in zip(parts, factors, strict=True):
         torch._fused_sgd_(
-            weights[part],
-            gradients[part],
-            buffers[part],
+            *(tensors[part] for tensors in runs),
             weight_decay=settings.weight_decay,
             momentum=momentum,
             lr=outside if buffers else outside * factor,

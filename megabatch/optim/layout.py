@@ -17,9 +17,9 @@ def dense(tensor: Tensor) -> bool:
 
 def flat(tensor: Tensor) -> Tensor:
     """All of its numbers in the order in which they lie: a view of a dense tensor."""
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        tensor = tensor.permute(0, 2, 3, 1)
-    return tensor.reshape(-1)
+    if tensor.dim() == 1:
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,)) if dense(tensor) else tensor.reshape(-1)
 
 
 def laid_alike(one: Tensor, other: Tensor) -> bool:
