@@ -8,7 +8,9 @@ from megabatch import kernels
 from megabatch.batchnorm import MovingAverages, use_spans
 from megabatch.cluster import Cluster
 from megabatch.config import Config
+from megabatch.errors import UserError
 from megabatch.models.resnet import resnet18, resnet50
+from megabatch.models.small import small
 from megabatch.passes.compiling import compile_net
 from megabatch.passes.kinds import PlainPass, choose_pass, fusable
 
@@ -99,15 +101,15 @@ def test_kernels_run_a_resnet_as_it_is_bundled_and_no_other(monkeypatch):
         assert not runs(change)
 
 
-def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(capsys):
-    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
-    config = Config(compile="always")
-    run = choose_pass(config, ALONE, net, MovingAverages(net))
-
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(world, monkeypatch, capsys):
     def fails(*_):
         raise RuntimeError("no kernel for that\nand much more")
 
-    net._compiled_call_impl = fails
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fails)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    cluster = Cluster(0, world, 0, world, CPU, (1, world))
+    run = choose_pass(Config(compile="always"), cluster, net, MovingAverages(net))
     images, labels = torch.ones(3, 1, 2, 2), torch.zeros(3, dtype=torch.long)
     for _ in range(2):
         found = run(images, labels)
@@ -116,6 +118,44 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(capsys):
         )
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "no kernel for that" in said and "--compile never" in said
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_a_user_got_wrong_is_not_blamed_on_the_compiler(capsys):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    run = choose_pass(Config(compile="always"), ALONE, net, MovingAverages(net), classes=3)
+    for _ in range(2):
+        with pytest.raises(UserError, match="tells 2 classes apart"):
+            run(torch.ones(3, 1, 2, 2), torch.zeros(3, dtype=torch.long))
+    assert "cannot compile" not in capsys.readouterr().err
+
+
+def test_compiled_on_one_worker_a_pass_finds_what_the_net_as_it_is_does():
+    """Loss, counts and statistics are one graph with the net, and stay one from pass to pass; an
+    evaluation between them runs the net on its own."""
+    torch._dynamo.reset()  # what it has learnt of this pass in other tests
+    found = {}
+    for wish in ("never", "always"):
+        torch.manual_seed(0)
+        net = small(10)
+        use_spans(net, 4)
+        run = choose_pass(Config(compile=wish, span=4), ALONE, net, MovingAverages(net))
+        before = dict(torch._dynamo.utils.counters["stats"])
+        for seed in range(3):
+            torch.manual_seed(seed)
+            images, labels = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
+            found[wish, seed] = run(images, labels)
+            found[wish, seed].loss.backward()
+            with torch.no_grad():
+                net.eval()(images)
+                net.train()
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert graphs - before.get("unique_graphs", 0) == (2 if wish == "always" else 0)
+        found[wish, "gradients"] = [p.grad for p in net.parameters()]
+        run.close()
+    for what in (0, 1, 2, "gradients"):
+        for one, other in zip(found["never", what], found["always", what], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_capture_that_fails_is_not_blamed_on_the_compiler(monkeypatch, capsys):

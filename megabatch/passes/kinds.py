@@ -73,11 +73,10 @@ def choose_pass(
     compiled = config.compile == "always" or (
         config.compile == "auto" and kernels.available(device) and not config.deterministic
     )
-    undo = None
-    if compiled:
-        # On a GPU equal blocks share kernels, which take long to make; a CPU's take the calls.
-        undo = compile_net(net, as_one=device.type == "cpu" and cluster.world == 1)
-    return PlainPass(config, device, net, moving, undo, classes)
+    # On a GPU equal blocks share kernels, which take long to make; on a CPU calls count.
+    as_one = compiled and device.type == "cpu" and cluster.world == 1
+    undo = compile_net(net, as_one) if compiled else None
+    return PlainPass(config, device, net, moving, undo, classes, as_one)
 
 
 def fusable(config: Config, device: torch.device, net: nn.Module, own: bool = False) -> bool:
@@ -124,10 +123,13 @@ class PlainPass:
         moving: MovingAverages,
         undo: Callable[[], None] | None = None,
         classes: int = 1,
+        as_one: bool = False,
     ) -> None:
-        """`undo` takes a compiled net back to what it was."""
+        """`undo` takes a compiled net back to what it was; `as_one`: loss, counts and statistics are
+        compiled with it."""
         self._config, self._device, self._net, self._moving = config, device, net, moving
         self._classes, self._undo = classes, undo
+        self._run = torch.compile(self._as_it_is, dynamic=False) if as_one else self._as_it_is
         self.how = ""
         if undo:
             self.how = "compiled by torch: the first steps take a minute or two"
@@ -135,20 +137,10 @@ class PlainPass:
             self.how = f"{lacking}: torch's kernels run instead of ours, slower (megabatch doctor)"
 
     def __call__(self, images: Tensor, labels: Tensor) -> Found:
-        config = self._config
-        with autocast(config, self._device):
-            logits = logits_of(self._run(images), labels, self._classes).to(full_dtype(config))
-        loss = cross_entropy(
-            logits, labels, reduction="sum", label_smoothing=config.label_smoothing
-        )
-        counted = counts(logits.detach(), labels, loss.detach())
-        return Found(loss, counted, self._moving.statistics(counted))
-
-    def _run(self, images: Tensor) -> Any:
         try:
-            return self._net(images)
+            return self._run(images, labels)
         except Exception as error:
-            if self._undo is None or self._being_captured():
+            if self._undo is None or isinstance(error, UserError) or self._being_captured():
                 raise
             # Whose fault it was shows without the compiler.
             self.close()
@@ -158,7 +150,17 @@ class PlainPass:
                 f"--compile never says so from the start",
                 file=sys.stderr,
             )
-            return self._net(images)
+            return self._run(images, labels)
+
+    def _as_it_is(self, images: Tensor, labels: Tensor) -> Found:
+        config = self._config
+        with autocast(config, self._device):
+            logits = logits_of(self._net(images), labels, self._classes).to(full_dtype(config))
+        loss = cross_entropy(
+            logits, labels, reduction="sum", label_smoothing=config.label_smoothing
+        )
+        counted = counts(logits.detach(), labels, loss.detach())
+        return Found(loss, counted, self._moving.statistics(counted))
 
     def _being_captured(self) -> bool:
         """Then it is not the compiler's fault: the same pass ran before."""
@@ -170,7 +172,7 @@ class PlainPass:
     def close(self) -> None:
         if self._undo is not None:
             self._undo()
-            self._undo = None
+            self._undo, self._run = None, self._as_it_is
 
 
 class FusedPass:
