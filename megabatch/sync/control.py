@@ -13,6 +13,7 @@ the device reads of the sum, and what the host reads of it a step later.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,8 @@ def length(statistics: int) -> int:
 def counts(logits: Tensor, labels: Tensor, loss: Tensor) -> Tensor:
     """Loss, top-1 and top-5 of some images, in the vector's order; `loss` is their sum."""
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-    return torch.stack([loss, best[:, 0].sum().to(loss), best.sum().to(loss)])
+    found = best.sum(0, dtype=loss.dtype)
+    return torch.stack([loss, found[0], found.sum()])
 
 
 def pack_micro_batch(row: Tensor, squares: Tensor, counts: Tensor, statistics: Tensor) -> None:
@@ -59,7 +61,7 @@ class Control:
     @property
     def good(self) -> Tensor:
         """Whether the step counts, a boolean: every gradient in it is finite."""
-        return torch.isfinite(self.vector[SQUARES])
+        return self.vector[SQUARES] < math.inf  # a sum of squares, or not a number
 
     @property
     def statistics(self) -> Tensor:
