@@ -162,9 +162,7 @@ class GradientSum:
         """End the step; returns the control vector, on the device. Only the first worker's batch
         counts."""
         self._leave()
-        own = self._control.fresh()
-        control.pack_worker(own, stop, batch if self._cluster.first else 0)
-        self._send(self._control, own)
+        self._send(self._control, self._own(stop, batch))
         if self._cluster.world > 1:
             with self._exposed.waiting():
                 sender = self._planned or self._lane
@@ -176,6 +174,14 @@ class GradientSum:
             ):
                 self._masters.get(p, p).grad = gradient
         return Control(self._sums[self._control])
+
+    def _own(self, stop: bool, batch: int) -> Tensor | None:
+        """What this worker itself has to say; alone it need not say that there is nothing."""
+        if self._cluster.world == 1 and not (stop or batch):
+            return None
+        own = self._control.fresh()
+        control.pack_worker(own, stop, batch if self._cluster.first else 0)
+        return own
 
     def scale(self, factor: Tensor | None, good: Tensor | None) -> None:
         """After finish(): undo a loss scale, and make gradients 0 where the step does not count
