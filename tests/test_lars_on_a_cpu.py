@@ -116,7 +116,8 @@ def test_a_run_takes_it_unless_it_is_deterministic(deterministic):
     with prepared(config, alone, 10) as net, assemble(config, alone, net) as parts:
         (group, *_) = parts.optimizer.param_groups
         chosen = parts.optimizer._implementation(group, group["params"])
-    assert chosen is (lars_step.update if deterministic else lars_host.update)
+    assert (chosen is lars_step.update) is deterministic
+    assert isinstance(chosen, lars_host.FusedSGD) is not deterministic
 
 
 # --- norms ---------------------------------------------------------------------------------------

@@ -84,7 +84,12 @@ class LARS(Layerwise):
             "differentiable": differentiable,
             "fused": fused,
         }
+        self._on_host = lars_host.FusedSGD()
         super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._on_host = lars_host.FusedSGD()
 
     def _check(self, group: Group) -> None:
         super()._check(group)
@@ -135,7 +140,7 @@ class LARS(Layerwise):
             fused = False  # the compiler fuses the plain one
         on_host = fused or (fused is None and self.rounds_freely)
         if on_host and weights[0].is_cpu and _plain(weights):
-            return lars_host.update
+            return self._on_host
         found = None if fused is False or not kernel_takes(weights) else kernel()
         if fused and found is None:
             raise ValueError(
@@ -205,5 +210,4 @@ def kernel_takes(weights: list[Tensor]) -> bool:
 
 def _plain(weights: list[Tensor]) -> bool:
     """Tensors of real numbers and nothing else: a shard, say, would lose its norm."""
-    real = weights[0].is_floating_point()
-    return real and all(type(weight) in (Tensor, nn.Parameter) for weight in weights)
+    return weights[0].is_floating_point() and set(map(type, weights)) <= {Tensor, nn.Parameter}

@@ -7,66 +7,115 @@ lars_step.py, since nothing between is written to memory.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from megabatch.optim.lars_step import Settings, ratios_of
-from megabatch.optim.lars_step import update as update_plain
+from megabatch.optim.lars_step import Settings, ratios_of, update
 from megabatch.optim.layerwise import Adaptation
-from megabatch.optim.layout import dense, flat, laid_alike, laid_as
+from megabatch.optim.layout import dense, in_order, laid_alike, laid_as
 
 _LEAST = 1e-8
 """of a factor: 1 - (1 - factor) has lost half of its digits there"""
 
 
-def update(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    buffers: list[Tensor],
-    settings: Settings,
-    good: Tensor | None,
-    copies: list[tuple[int, Tensor]],
-) -> Adaptation | None:
+class _Lying(NamedTuple):
+    """How some weights and their buffers lie, and both as torch's kernel wants them, contiguous:
+    what is channels last it would copy there and back."""
+
+    addresses: list[int]
+    strides: list[tuple[int, ...]]
+    weights: list[Tensor]
+    buffers: list[Tensor]
+
+
+class FusedSGD:
     """`Update` of dense fp32 weights by numbers that the host knows, without Nesterov's step; a
-    buffer that came in another layout, from a checkpoint, takes its weight's."""
-    plain = weights, gradients, buffers, settings, good, copies
-    if good is not None or settings.nesterov or not all(map(_takes, weights)):
-        return update_plain(*plain)
-    if isinstance(settings.rate, Tensor) or isinstance(settings.correction, Tensor):
-        return update_plain(*plain)
-    momentum = settings.momentum * settings.correction
-    if buffers and momentum == 0:  # emptied by a step at rate 0, which SGD does not know
-        return update_plain(*plain)
-    gradients = [laid_as(g, w) for g, w in zip(gradients, weights, strict=True)]
-    for buffer, weight in zip(buffers, weights, strict=False):
-        if not laid_alike(buffer, weight):
-            buffer.data = laid_as(buffer, weight)
-    inside, outside = (settings.rate, 1.0) if settings.form == "paper" else (1.0, settings.rate)
-    seen, factors = None, [inside]
-    parts: list[slice] = [slice(None)]
-    if settings.trust is not None:
-        seen = ratios_of(settings, weights, gradients)
-        factors = (inside * seen.ratio).tolist()
-        parts = [slice(i, i + 1) for i in range(len(weights))]
-    if any(0 < factor < _LEAST for factor in factors):
-        return update_plain(*plain)
-    # As runs of numbers: of channels-last tensors torch's kernel makes copies, there and back.
-    runs = [list(map(flat, tensors)) for tensors in (weights, gradients, buffers)]
-    for part, factor in zip(parts, factors, strict=True):
-        torch._fused_sgd_(
-            *(tensors[part] for tensors in runs),
-            weight_decay=settings.weight_decay,
-            momentum=momentum,
-            lr=outside if buffers else outside * factor,
-            dampening=1 - factor if buffers else 0.0,
-            nesterov=False,
-            maximize=settings.maximize,
-            is_first_step=False,
+    buffer that came in another layout, from a checkpoint, takes its weight's.
+
+    From one step to the next it keeps how they lie: to look at each again takes longer than the
+    update of a small net.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, _Lying] = {}
+
+    def __call__(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        buffers: list[Tensor],
+        settings: Settings,
+        good: Tensor | None,
+        copies: list[tuple[int, Tensor]],
+    ) -> Adaptation | None:
+        plain = weights, gradients, buffers, settings, good, copies
+        if good is not None or settings.nesterov:
+            return update(*plain)
+        if isinstance(settings.rate, Tensor) or isinstance(settings.correction, Tensor):
+            return update(*plain)
+        momentum = settings.momentum * settings.correction
+        if buffers and momentum == 0:  # emptied by a step at rate 0, which SGD does not know
+            return update(*plain)
+        lying = self._lying(weights, buffers)
+        if lying is None:
+            return update(*plain)
+        gradients = _laid_as(gradients, weights, lying.strides)
+        inside, outside = (settings.rate, 1.0) if settings.form == "paper" else (1.0, settings.rate)
+        seen, factors = None, [inside]
+        parts: list[slice] = [slice(None)]
+        if settings.trust is not None:
+            seen = ratios_of(settings, weights, gradients)
+            factors = (inside * seen.ratio).tolist()
+            parts = [slice(i, i + 1) for i in range(len(weights))]
+        if any(0 < factor < _LEAST for factor in factors):
+            return update(*plain)
+        runs = [in_order(gradient) for gradient in gradients]
+        for part, factor in zip(parts, factors, strict=True):
+            torch._fused_sgd_(
+                lying.weights[part],
+                runs[part],
+                lying.buffers[part],
+                weight_decay=settings.weight_decay,
+                momentum=momentum,
+                lr=outside if buffers else outside * factor,
+                dampening=1 - factor if buffers else 0.0,
+                nesterov=False,
+                maximize=settings.maximize,
+                is_first_step=False,
+            )
+        if copies:
+            torch._foreach_copy_([copy for _, copy in copies], [weights[i] for i, _ in copies])
+        return seen
+
+    def _lying(self, weights: list[Tensor], buffers: list[Tensor]) -> _Lying | None:
+        """None for weights that the kernel does not take."""
+        # What is kept keeps its memory: nothing else can come to lie at the same address.
+        addresses = [tensor.data_ptr() for tensor in (*weights, *buffers)]
+        kept = self._kept.get(id(weights[0]))
+        if kept is not None and kept.addresses == addresses:
+            return kept
+        first = weights[0]
+        if first.dtype != torch.float32 or not first.is_cpu or not all(map(dense, weights)):
+            return None
+        for buffer, weight in zip(buffers, weights, strict=False):
+            if not laid_alike(buffer, weight):
+                buffer.data = laid_as(buffer, weight)
+        kept = self._kept[id(first)] = _Lying(
+            [tensor.data_ptr() for tensor in (*weights, *buffers)],
+            [weight.stride() for weight in weights],
+            [in_order(weight) for weight in weights],
+            [in_order(buffer) for buffer in buffers],
         )
-    if copies:
-        torch._foreach_copy_([copy for _, copy in copies], [weights[i] for i, _ in copies])
-    return seen
+        return kept
 
 
-def _takes(weight: Tensor) -> bool:
-    return weight.dtype == torch.float32 and weight.is_cpu and dense(weight)
+def _laid_as(
+    gradients: list[Tensor], weights: list[Tensor], strides: list[tuple[int, ...]]
+) -> list[Tensor]:
+    """Gradients in their weights' dtype and layout."""
+    alike = [gradient.stride() for gradient in gradients] == strides
+    if alike and all(gradient.dtype == torch.float32 for gradient in gradients):
+        return gradients
+    return [laid_as(g, w) for g, w in zip(gradients, weights, strict=True)]

@@ -19,7 +19,16 @@ def flat(tensor: Tensor) -> Tensor:
     """All of its numbers in the order in which they lie: a view of a dense tensor."""
     if tensor.dim() == 1:
         return tensor
-    return tensor.as_strided((tensor.numel(),), (1,)) if dense(tensor) else tensor.reshape(-1)
+    return _as_one_run(tensor) if dense(tensor) else tensor.reshape(-1)
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """The numbers of a dense tensor, contiguous: itself, or a flat view."""
+    return tensor if tensor.is_contiguous() else _as_one_run(tensor)
+
+
+def _as_one_run(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def laid_alike(one: Tensor, other: Tensor) -> bool:
