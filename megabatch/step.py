@@ -74,24 +74,22 @@ def _passes(
     """Forward and backward over each micro-batch; gives its first position and its part of the mean
     loss over the global batch."""
     keyed_batches = _with_draws_keyed(parts, micro_batches)
+    # In float64: rounded once, to what the loss is in, it is what backward of a mean would give.
+    factor = parts.scale.value.double() / batch if parts.scale.on else 1 / batch
     if parts.graph is None or parts.graph.refused:
         for micro in keyed_batches:
-            yield micro.first, _pass(parts, micro, batch)
+            yield micro.first, _pass(parts, micro, factor) / batch
         return
-    # In float64: rounded once, to what the loss is in, it is what backward would give.
-    factor = parts.scale.value.double() / batch if parts.scale.on else 1 / batch
     for first, found, gradients in parts.graph(keyed_batches, factor):
         parts.engine.add(gradients, found.counts, found.statistics)
         yield first, found.loss / batch
 
 
-def _pass(parts: Parts, micro: MicroBatch, batch: int) -> Tensor:
-    """One that runs as it is: its buckets leave meanwhile."""
+def _pass(parts: Parts, micro: MicroBatch, factor: Tensor | float) -> Tensor:
+    """One that runs as it is: its buckets leave meanwhile. Returns its loss."""
     found = parts.run(micro.images, micro.labels)
-    loss = found.loss / batch
-    scaled = loss * parts.scale.value if parts.scale.on else loss
-    parts.engine.backward(scaled, found.counts, found.statistics)
-    return loss.detach()
+    parts.engine.backward(found.loss, found.counts, found.statistics, factor)
+    return found.loss.detach()
 
 
 def _with_draws_keyed(parts: Parts, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:

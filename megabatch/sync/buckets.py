@@ -121,12 +121,20 @@ class GradientSum:
         self._left = self._passes = 0
         return dealt
 
-    def backward(self, loss: Tensor, counts: Tensor, statistics: Tensor | None = None) -> None:
-        """One micro-batch: its gradients, and its part of the control vector."""
+    def backward(
+        self,
+        loss: Tensor,
+        counts: Tensor,
+        statistics: Tensor | None = None,
+        factor: Tensor | float = 1.0,
+    ) -> None:
+        """One micro-batch: the gradients of its loss times a factor, while buckets that they fill
+        leave; and its part of the control vector."""
         self._passes += 1
         self._taken += 1
-        self._squares = loss.new_zeros((), dtype=counts.dtype)
-        loss.backward()
+        self._squares = counts.new_zeros(())
+        seed = factor if isinstance(factor, Tensor) else torch.full_like(loss, factor)
+        loss.backward(seed.to(loss.dtype))
         self._end_pass(counts, statistics)
 
     def add(
