@@ -32,11 +32,13 @@ class WeightAverage:
         }
         self._averages = {name: _full(tensor).clone() for name, tensor in self._sources.items()}
 
-    @torch.no_grad()
     def update(self, good: Tensor) -> None:
         """After a step; one that did not count (`good`, on the device, is false) leaves it be."""
-        if not self._averages:
-            return
+        if self._averages:
+            self._move(good)
+
+    @torch.no_grad()
+    def _move(self, good: Tensor) -> None:
         averages = list(self._averages.values())
         weights = [_full(self._sources[name]) for name in self._averages]
         # 0 for a step that did not count; in one dtype for each average.
