@@ -60,6 +60,8 @@ def test_by_fused_sgd_a_step_is_the_plain_one_to_rounding(settings, monkeypatch)
         ratios = [value for seen in optimizer.ratios.values() for value in seen]
         found.append([*weights, *held, *ratios])
     assert bool(calls) is not settings.get("nesterov", False)
+    # What is not contiguous torch's kernel copies there and back, twice the time of the update.
+    assert all(tensor.is_contiguous() for lists in calls for each in lists for tensor in each)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-7)
 
@@ -107,6 +109,22 @@ def test_momentum_from_a_checkpoint_takes_its_weights_layout():
                     state["momentum_buffer"] = state["momentum_buffer"].contiguous()
     for one, other in zip(weights, twin.param_groups[0]["params"], strict=True):
         assert torch.equal(one, other)
+
+
+def test_weights_that_move_between_steps_are_found_where_they_lie():
+    """What is kept from one step to the next is not what they were."""
+    weights, twins = weights_of(), weights_of()
+    optimizer, twin = LARS(weights, 0.1, fused=True), LARS(twins, 0.1, fused=True)
+    for t in range(3):
+        for each, own in ((optimizer, weights), (twin, twins)):
+            give_gradients(own, t)
+            each.step()
+        weights[1].data = weights[1].data.contiguous(
+            memory_format=(torch.contiguous_format, last)[t % 2]
+        )
+        weights[0].data = weights[0].data.clone()
+    for one, other in zip(weights, twins, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
