@@ -125,8 +125,8 @@ class PlainPass:
         classes: int = 1,
         as_one: bool = False,
     ) -> None:
-        """`undo` takes a compiled net back to what it was; `as_one`: loss, counts and statistics are
-        compiled with it."""
+        """`undo` takes a compiled net back to what it was; `as_one`: loss, counts and statistics
+        are compiled with it."""
         self._config, self._device, self._net, self._moving = config, device, net, moving
         self._classes, self._undo = classes, undo
         self._run = torch.compile(self._as_it_is, dynamic=False) if as_one else self._as_it_is
