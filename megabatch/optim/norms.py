@@ -32,8 +32,9 @@ def norms(*lists: Tensors) -> tuple[Tensor, ...]:
 
 def _long(tensor: Tensor) -> bool:
     """Whether torch would write the tensor out in float64 first, and read it again from memory."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
-    return plain and tensor.is_cpu and tensor.dtype == torch.float32 and tensor.numel() >= _LONG
+    if tensor.numel() < _LONG or not tensor.is_cpu or tensor.dtype != torch.float32:
+        return False
+    return type(tensor) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
 
 
 def _by_rows(tensor: Tensor) -> Tensor | None:
