@@ -29,7 +29,7 @@ def test_what_goes_in_comes_out_under_its_name(micros, stops, batch):
         control.pack_worker(row, stop, batch if rank == 0 else 0)
     total = Control(rows.sum(0))
     assert bool(total.good)
-    assert total.statistics.tolist() == [
+    assert total.mean_statistics(1).tolist() == [
         sum(statistics[place] for *_, statistics in micros) for place in range(width)
     ]
 

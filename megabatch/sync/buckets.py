@@ -160,10 +160,9 @@ class GradientSum:
                 if bucket.tree.pushed < self._passes:  # backward did not reach all its parameters
                     self._collect(bucket)
         row = self._control.fresh()
-        none = counts.new_empty(0)
-        control.pack_micro_batch(
-            row, self._squares, counts, none if statistics is None else statistics
-        )
+        if statistics is None:
+            statistics = counts.new_empty(0)
+        control.pack_micro_batch(row, self._squares, counts, statistics)
         self._control.push(row)
 
     def finish(self, stop: bool = False, batch: int = 0) -> Control:
@@ -242,7 +241,7 @@ class GradientSum:
         short = [run for run in runs if run.numel() <= _SHORT]
         if len(short) > 1:
             runs = [torch.cat(short), *(run for run in runs if run.numel() > _SHORT)]
-        return torch.stack([run.dot(run) for run in runs]).sum()
+        return functools.reduce(torch.add, [run.dot(run) for run in runs])
 
     def _listen(self, on: bool) -> None:
         """Hear of each gradient when it is there, or of none: a call for each costs a small net."""

@@ -63,9 +63,10 @@ class Control:
         """Whether the step counts, a boolean: every gradient in it is finite."""
         return self.vector[SQUARES] < math.inf  # a sum of squares, or not a number
 
-    @property
-    def statistics(self) -> Tensor:
-        return self.vector[STATISTICS:]
+    def mean_statistics(self, count: int) -> Tensor:
+        """Over so many micro-batches."""
+        sums = self.vector[STATISTICS:]
+        return sums / count if count > 1 else sums
 
     def for_host(self, gradient_square: Tensor, loss_scale: Tensor, good: Tensor) -> Tensor:
         """What the host wants to know of the step, as StepNumbers.unpack reads it."""
