@@ -37,9 +37,10 @@ def test_the_step_on_one_gpu():
         assert f"{row['median_ms']:.1f}" in told, row["case"]
 
 
-def test_the_step_on_two_cpu_cores():
+@pytest.mark.parametrize("name", ["step", "busy"])
+def test_the_step_on_two_cpu_cores(name):
     told = page("docs/performance.md")
-    for row in result("cpu/step.json")["rows"]:
+    for row in result(f"cpu/{name}.json")["rows"]:
         cells = [f"{number:.2f}" for number in (*row["ms"].values(), *row["times_faster"].values())]
         assert f"| {row['case']} | {' | '.join(cells)} |" in told
 
