@@ -32,6 +32,8 @@ from megabatch.sync.control import StepNumbers
 from megabatch.sync.replicas import Comparison, Replicas, checksum
 
 _MOST_SKIPPED = 20
+_LISTED = 3
+"""of the parameters that a step did not reach"""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class Run:
         self.delayed = DelayedNumbers(state.pending)
         self.clock = Clock(state.seconds, state.training_seconds)
         self.replicas = Replicas(cluster, config.compare_every, parts.engine.blocked)
+        self._looked = False
+        """whether the first step has shown what it did not reach"""
 
     @property
     def epoch(self) -> float:
@@ -141,10 +145,25 @@ class Run:
         self._learn(numbers)
         if numbers is not None and numbers.stop:
             self.ended = "stopped"
+        if not self._looked:
+            self._looked = True
+            self._tell_unreached()
         self._read_comparison()
         if self.replicas.due(state.steps):
             self.replicas.compare(state.steps, self.parts.replicated())
         self.folder.check()
+
+    def _tell_unreached(self) -> None:
+        """torch's optimizers leave alone what has no gradient; here it counts as one of 0."""
+        names = self.parts.engine.unreached()
+        if names:
+            listed = ", ".join(names[:_LISTED])
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            self.log.say(
+                f"the loss of the first step does not depend on {listed}{more}: weight decay "
+                f"shrinks what has no gradient, under LARS quickly; freeze what is not used "
+                f"(requires_grad_(False))"
+            )
 
     def _learn(self, numbers: StepNumbers | None) -> None:
         if numbers is None:

@@ -450,3 +450,31 @@ def test_all_of_a_callers_net_trains_from_the_first_step_on():
     assert not net[1].training  # as it was
     evaluation = modes.index(False)
     assert all(modes[:evaluation]) and not any(modes[evaluation:])
+
+
+class WithSpares(WithDropout):
+    """Has layers that no forward uses, and one that every other pass does."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(4, 4)
+        self.at_times = nn.Parameter(torch.zeros(10))
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += self.training
+        out = super().forward(x)
+        return out + self.at_times if self.training and self.passes % 2 == 0 else out
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+def test_parameters_that_no_pass_reaches_are_named(micros, capfd):
+    """torch leaves them alone; here their gradient is 0, and they decay: not without a word."""
+    config = replace(SHORT, save_every=0, deterministic=False, micro=SHORT.batch // micros)
+    mb.train(config, model=net_of(WithSpares))
+    lines = [line for line in capfd.readouterr().err.splitlines() if "does not depend" in line]
+    seldom = "at_times, " if micros == 1 else ""  # the first pass does without it
+    assert len(lines) == 1
+    assert f"on {seldom}spare.weight, spare.bias: weight decay" in lines[0]
+    mb.train(config, model=net_of())
+    assert "does not depend" not in capfd.readouterr().err

@@ -39,7 +39,8 @@ class FusedSGD:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, _Lying] = {}
+        self._kept: dict[Tensor, _Lying] = {}
+        """by the first weight"""
 
     def __call__(
         self,
@@ -93,7 +94,7 @@ class FusedSGD:
         """None for weights that the kernel does not take."""
         # What is kept keeps its memory: nothing else can come to lie at the same address.
         addresses = [tensor.data_ptr() for tensor in (*weights, *buffers)]
-        kept = self._kept.get(id(weights[0]))
+        kept = self._kept.get(weights[0])
         if kept is not None and kept.addresses == addresses:
             return kept
         first = weights[0]
@@ -102,7 +103,7 @@ class FusedSGD:
         for buffer, weight in zip(buffers, weights, strict=False):
             if not laid_alike(buffer, weight):
                 buffer.data = laid_as(buffer, weight)
-        kept = self._kept[id(first)] = _Lying(
+        kept = self._kept[first] = _Lying(
             [tensor.data_ptr() for tensor in (*weights, *buffers)],
             [weight.stride() for weight in weights],
             [in_order(weight) for weight in weights],

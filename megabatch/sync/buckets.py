@@ -154,6 +154,8 @@ class GradientSum:
 
     def _end_pass(self, counts: Tensor, statistics: Tensor | None) -> None:
         if self._stay:
+            for bucket in self._buckets:
+                bucket.note_unreached()
             self._squares = self._square_where_they_lie()
         else:
             for bucket in self._buckets:
@@ -219,6 +221,11 @@ class GradientSum:
         """How many this worker has computed since the last call."""
         taken, self._taken = self._taken, 0
         return taken
+
+    def unreached(self) -> list[str]:
+        """The parameters that no micro-batch computed here has had a gradient for, by name."""
+        found = {p for bucket in self._buckets for p in bucket.unreached or ()}
+        return [name for name, p in self._module.named_parameters() if p in found]
 
     def squared_norm(self) -> Tensor:
         """Of the whole gradient, after finish()."""

@@ -152,6 +152,8 @@ class Bucket:
         self.tree = TreeSum(sum(self.sizes), like.to(sum_dtype(like)), by_tree)
         self.awaited = set(parameters)
         """those whose gradients of this micro-batch are not there yet"""
+        self.unreached: set[nn.Parameter] | None = None
+        """those that no backward pass has come to so far (None: there was none)"""
         self._views: dict[int, list[Tensor]] = {}
         """of the tree's own vectors, which it uses again and again, by address"""
 
@@ -169,8 +171,14 @@ class Bucket:
             for piece, p in zip(flat.split(self.sizes), self.parameters, strict=True)
         ]
 
+    def note_unreached(self) -> None:
+        """Behind a backward pass, while its gradients are where it left them."""
+        some = self.parameters if self.unreached is None else self.unreached
+        self.unreached = {p for p in some if p.grad is None}
+
     def collect(self) -> Tensor:
         """Move the parameters' gradients into the tree; returns their sum of squares."""
+        self.note_unreached()
         flat = self.tree.fresh()
         # Backward may not have reached all of them.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
