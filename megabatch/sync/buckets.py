@@ -133,8 +133,9 @@ class GradientSum:
         self._passes += 1
         self._taken += 1
         self._squares = counts.new_zeros(())
-        seed = factor if isinstance(factor, Tensor) else torch.full_like(loss, factor)
-        loss.backward(seed.to(loss.dtype))
+        # Not as backward's first gradient: for that torch imports sympy, seconds of every start.
+        scaled = loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor)
+        scaled.backward()
         self._end_pass(counts, statistics)
 
     def add(
