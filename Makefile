@@ -16,7 +16,9 @@ install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "megabatch needs Python 3.11 or newer; set PYTHON="; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@# compat: as a path, where type checkers of other folders find the package.
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
+		--config-settings editable_mode=compat --editable '.[dev]'
 	@# On all cores, where pip would take one, without others' tests; files that are no Python of
 	@# today's are left.
 	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' .venv/lib > /dev/null || true
