@@ -134,8 +134,8 @@ class GradientSum:
         self._taken += 1
         self._squares = counts.new_zeros(())
         # Not as backward's first gradient: for that torch imports sympy, seconds of every start.
-        scaled = loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor)
-        scaled.backward()
+        loss = loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor)
+        loss.backward()
         self._end_pass(counts, statistics)
 
     def add(
