@@ -1,8 +1,8 @@
-"""Claim: the kernels that have one small product a span are cut up as an H200 does them fastest.
+"""Which cut is the fastest for kernels that have one small product a span? Not run so far.
 
-What spans of 32 images cost beside one span of all is their work: `_weight_gradients`, `_covary`
-and `_quadratic` of the Gram form (`kernels/gram.py`, `gram_backward.py`). Each at ResNet-50's
-widths, for several cuts: microseconds of a launch in a CUDA graph.
+What spans of 32 images cost beside one span of all may be their work: `_weight_gradients`,
+`_covary` and `_quadratic` of the Gram form (`kernels/gram.py`, `gram_backward.py`). Each at
+ResNet-50's widths, for several cuts: microseconds of a launch in a CUDA graph.
 
     python benchmarks/spans_gpu.py [--images 1024] [--json FILE]
 """
