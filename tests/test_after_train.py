@@ -302,6 +302,39 @@ def test_a_callers_autocast_is_not_the_runs():
     assert second.weights_sha256 == first.weights_sha256
 
 
+class Halves(nn.Module):
+    """Looks whether autocast computes with the weights as they are now."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.right = nn.Linear(64, 10), []
+
+    def forward(self, x):
+        found = self.head(x.flatten(1))
+        with torch.autocast("cpu", enabled=False):
+            now = [t.detach().bfloat16() for t in (x.flatten(1), self.head.weight, self.head.bias)]
+            self.right.append(torch.equal(found, nn.functional.linear(*now)))
+        return found
+
+
+class OwnHalves(Halves):
+    forward = torch.autocast("cpu", torch.bfloat16)(Halves.forward)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext(), torch.autocast("cpu")])
+@pytest.mark.parametrize("kind,precision", [(Halves, "bf16"), (OwnHalves, "fp32")])
+def test_each_pass_in_half_precision_sees_the_weights_as_they_are(
+    kind, precision, around, tmp_path
+):
+    """Autocast keeps half copies of weights until the outermost one ends: those of the first step
+    must not be those of the last, nor of an evaluation behind it."""
+    net = net_of(kind)
+    with around:
+        mb.train(replace(SHORT, precision=precision), model=net, out=tmp_path / "run", quiet=True)
+        mb.evaluate(tmp_path / "run", model=net)
+    assert len(net.right) > 4 and all(net.right)
+
+
 def test_two_runs_in_two_threads_are_refused():
     """They would draw from one generator: neither would be the run that it is alone."""
     refused = []

@@ -51,15 +51,35 @@ def _set(config: Config, cluster: Cluster) -> Iterator[None]:
         torch.set_deterministic_debug_mode("error")
     try:
         devices = [cluster.device] if cluster.device.type == "cuda" else []
-        plain = torch.autocast(cluster.device.type, enabled=False)
         with (
             torch.random.fork_rng(devices),
             torch.inference_mode(False),
             torch.enable_grad(),
-            plain,
+            _outside_autocast(cluster.device.type),
         ):
             yield
     finally:
         torch.backends.cudnn.benchmark = searches
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(exact)
+
+
+@contextlib.contextmanager
+def _outside_autocast(device_type: str) -> Iterator[None]:
+    """As if no caller had switched autocast on.
+
+    Not by another one that is off: torch keeps half copies of weights until the outermost autocast
+    ends, so that every pass of a run inside it would see the weights of the first.
+    """
+    enabled = torch.is_autocast_enabled(device_type)
+    depth = torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, enabled)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
