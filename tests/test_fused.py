@@ -21,14 +21,18 @@ from megabatch.sync.control import StepNumbers
 
 pytest.importorskip("triton", reason="Triton is not installed: the fused pass was not checked")
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+pytestmark = [pytest.mark.gpu] if GPU else []  # where there is one, it is checked on it
 
 
 @pytest.fixture(autouse=True)
 def exact_convolutions():
-    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32, cudnn.deterministic
+    cudnn.allow_tf32, cudnn.deterministic = False, True  # in fp32 cuDNN's sums are by atomics
     yield
-    torch.backends.cudnn.allow_tf32 = before
+    cudnn.allow_tf32, cudnn.deterministic = before
 
 
 def small(block, strides=(2, 2, 2)):
@@ -61,27 +65,31 @@ LONG = pytest.mark.systems  # in the interpreter
 def test_the_pass_is_the_plain_net(block, wide, span):
     from megabatch.models.fused import ResNetPass
 
-    net = small(block)
-    torch.manual_seed(1)
-    images = torch.randn(4, 3, 33, 33, device=DEVICE)
-    labels = torch.randint(10, (4,), device=DEVICE)
-    run = ResNetPass(net, torch.float32, span, lambda _: wide)
-    logits, statistics = run(images)
-    nn.functional.cross_entropy(logits, labels).backward()
+    def farthest(seed):
+        """Of a parameter's gradient from the plain net's, for images drawn so."""
+        net = small(block)
+        torch.manual_seed(seed)
+        images = torch.randn(4, 3, 33, 33, device=DEVICE)
+        labels = torch.randint(10, (4,), device=DEVICE)
+        run = ResNetPass(net, torch.float32, span, lambda _: wide)
+        logits, statistics = run(images)
+        nn.functional.cross_entropy(logits, labels).backward()
 
-    exact = small(block).double()
-    use_spans(exact, span)
-    # A view form would be exact too; this is the one that runs on CPUs.
-    nn.functional.cross_entropy(exact(images.double()), labels).backward()
-    norms = [m for m in exact.modules() if isinstance(m, SpanBatchNorm)]
-    wanted = torch.cat([m.statistics.flatten() for m in norms])
-    assert (statistics.mean(0) - wanted).norm() / wanted.norm() < 1e-4
-    for (name, p), q in zip(net.named_parameters(), exact.parameters(), strict=True):
-        assert p.grad.stride() == p.stride(), name
-        distance = (p.grad - q.grad).norm() / q.grad.norm()
-        # On a GPU, whose sums have another order, a value at 0 may fall on ReLU's other side.
-        limit = 1e-2 if DEVICE.type == "cuda" else 1e-4
-        assert distance < limit, (name, float(distance))
+        exact = small(block).double()
+        use_spans(exact, span)
+        # A view form would be exact too; this is the one that runs on CPUs.
+        nn.functional.cross_entropy(exact(images.double()), labels).backward()
+        norms = [m for m in exact.modules() if isinstance(m, SpanBatchNorm)]
+        wanted = torch.cat([m.statistics.flatten() for m in norms])
+        assert (statistics.mean(0) - wanted).norm() / wanted.norm() < 1e-4
+        both = list(zip(net.parameters(), exact.parameters(), strict=True))
+        assert all(p.grad.stride() == p.stride() for p, _ in both)
+        return max(float((p.grad - q.grad).norm() / q.grad.norm()) for p, q in both)
+
+    # On a GPU, whose sums have another order, a value at 0 may fall on ReLU's other side: in the
+    # last stage one is some per cent of the gradient. That is by chance, a wrong kernel is not.
+    limit = 1e-3 if GPU else 1e-4
+    assert min(farthest(seed) for seed in range(1, 5 if GPU else 2)) < limit
 
 
 @LONG

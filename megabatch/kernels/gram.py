@@ -24,6 +24,8 @@ _EXPAND = {
     256: Tile(64, 128, 256, 4, 3, 2),
 }
 _EXPAND_BOTH = {64: Tile(64, 128, 64, 4, 3, 2), 128: Tile(64, 128, 128, 4, 2, 1)}
+_COVARY = Tile(64, 64, 64, 4, 3)
+_COVARY_SPANS = Tile(128, 128, 64, 8, 3)
 
 
 class Expansion(NamedTuple):
@@ -82,20 +84,24 @@ def expansion(
     rows: int,
     eps: float,
     statistics: Tensor,
+    cut: Tile | None = None,
 ) -> Expansion:
     """The batch norm of W z from the Gram matrix and the column sums (spans x inputs) of z, of
     which a span has `rows`; mean and unbiased variance go to `statistics` (spans x 2 outputs)."""
     spans, inputs, _ = grams.shape
     outputs = len(weight)
-    block, columns = 64, min(inputs, 64)
+    cut = cut or (_COVARY if spans == 1 else _COVARY_SPANS)
+    columns = min(inputs, cut.columns)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": grams.device}
     vectors = torch.empty((4, spans, outputs), **fp32)
     covaried = torch.empty((spans, outputs, inputs), **fp32)
     slots = torch.empty((spans, inputs // columns, 2, outputs), **fp32)
     mean = sums / rows
-    _covary[(spans, triton.cdiv(outputs, block), inputs // columns)](
-        grams, mean, weight, covaried, slots, rows, outputs, inputs, block, columns, num_warps=4
-    )
+    _covary[(spans, triton.cdiv(outputs, cut.rows), inputs // columns)](
+        grams, mean, weight, covaried, slots, rows, outputs, inputs,
+        weight.dtype != torch.float32, cut.rows, columns, min(inputs, cut.depth),
+        num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
     block = 128
     _expansion[(spans, triton.cdiv(outputs, block))](
         slots, gamma, beta, vectors, statistics, statistics.stride(0),
@@ -145,8 +151,8 @@ def expand(
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _covary(  # type: ignore[no-untyped-def]
-    grams, inputs_mean, weight, covaried, slots, rows, outputs,
-    INPUTS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    grams, inputs_mean, weight, covaried, slots, rows, outputs, INPUTS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """A tile of W cov, and what its columns add to the outputs' means and variances."""
     span = tl.program_id(0).to(tl.int64)
@@ -157,15 +163,23 @@ def _covary(  # type: ignore[no-untyped-def]
     inputs_mean += span * INPUTS
     mu_j = tl.load(inputs_mean + j)
     w_row = weight + k[:, None] * INPUTS
+    share = 1.0 / rows
     acc = tl.zeros([BLOCK, COLUMNS], tl.float32)
-    for first in range(0, INPUTS, COLUMNS):
-        i = first + tl.arange(0, COLUMNS)
+    for first in range(0, INPUTS, DEPTH):
+        i = first + tl.arange(0, DEPTH)
         mu_i = tl.load(inputs_mean + i)
-        g = tl.load(grams + i[:, None] * INPUTS + j[None, :])
-        cov = g / rows - mu_i[:, None] * mu_j[None, :]
+        # A Gram matrix is its own transpose: tensor cores want tf32 along the sum's dimension.
+        g = tl.load(grams + j[None, :] * INPUTS + i[:, None])
+        cov = g * share - mu_i[:, None] * mu_j[None, :]
         w = tl.load(w_row + i[None, :], inside[:, None], 0).to(tl.float32)
-        # Three products of tf32 are as exact as fp32 and run on tensor cores.
-        acc = tl.dot(w, cov, acc, input_precision="tf32x3")
+        # As exact as fp32, on tensor cores: tf32 holds half weights whole and half of a covariance,
+        # so that two products do; of full weights three.
+        if HALF:
+            high = (cov.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+            acc = tl.dot(w, cov - high, acc, input_precision="tf32")
+            acc = tl.dot(w, high, acc, input_precision="tf32")
+        else:
+            acc = tl.dot(w, cov, acc, input_precision="tf32x3")
     w = tl.load(w_row + j[None, :], inside[:, None], 0).to(tl.float32)
     at = span * outputs * INPUTS + k[:, None] * INPUTS + j[None, :]
     tl.store(covaried + at, acc, inside[:, None])

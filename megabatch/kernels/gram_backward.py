@@ -7,7 +7,7 @@ over it is needed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,18 @@ _CONTRACT = {64: Tile(128, 64, 64, 4, 2)}
 _CONTRACT_WIDE = Tile(128, 128, 64, 4, 3)
 
 
+class Walk(NamedTuple):
+    """How the weights' gradients are cut up: a program has some outputs and walks over some spans.
+    One that walks over all of many small ones waits for each of them."""
+
+    outputs: int
+    spans: int
+    warps: int
+
+
+_WALK = Walk(4, 4, 4)
+
+
 def expand_backward(
     gradient: Tensor,
     sums: Tensor,
@@ -30,6 +42,7 @@ def expand_backward(
     found: Expansion,
     span: int,
     tile: Tile | None = None,
+    walk: Walk = _WALK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of z, W, gamma and beta, from the gradient at the batch norm's output (masked
     already) and its column sums (spans x outputs)."""
@@ -39,23 +52,25 @@ def expand_backward(
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": z.device}
     products = row_product(gradient, z, span)
 
-    d_weight = torch.empty((outputs, inputs), **fp32)
-    d_vectors = torch.empty((2, outputs), **fp32)
+    groups = triton.cdiv(spans, walk.spans)
+    parts = torch.empty((groups, outputs * (inputs + 2)), **fp32)
     scaled = torch.empty((spans, outputs, inputs), dtype=z.dtype, device=z.device)
     pulls = torch.empty((2, spans, outputs), **fp32)
-    block = 8
-    _weight_gradients[(triton.cdiv(outputs, block),)](
+    _weight_gradients[(triton.cdiv(outputs, walk.outputs), groups)](
         products, weight, found.covaried, found.scale, found.mean, found.inverse, sums,
-        found.inputs_mean, d_weight, d_vectors, scaled, pulls,
-        spans, rows, outputs, inputs, block, num_warps=4,
+        found.inputs_mean, parts, scaled, pulls,
+        spans, walk.spans, rows, outputs, inputs, walk.outputs, num_warps=walk.warps,
     )  # fmt: skip
+    summed = parts[0] if groups == 1 else parts.sum(0)
+    d_weight, d_gamma, d_beta = summed.split((outputs * inputs, outputs, outputs))
 
     quadratic = torch.empty((spans, inputs, inputs), dtype=z.dtype, device=z.device)
     constant = torch.empty((spans, inputs), **fp32)
     block = min(inputs, 64)
     _quadratic[(spans, inputs // block, inputs // block)](
-        weight, pulls, quadratic, constant, outputs, inputs, block, precision_of(z), num_warps=4
-    )
+        weight, pulls, quadratic, constant, outputs, inputs, z.dtype == torch.bfloat16,
+        block, 64, precision_of(z), num_warps=4,
+    )  # fmt: skip
 
     d_z = torch.empty_like(z)
     full = z.dtype == torch.float32
@@ -68,17 +83,18 @@ def expand_backward(
         tile.rows, tile.columns, min(tile.depth, inputs), precision_of(z),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return d_z, d_weight, d_vectors[0], d_vectors[1]
+    return d_z, d_weight.view(outputs, inputs), d_gamma, d_beta
 
 
-@triton.jit(do_not_specialize=["spans", "rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["spans", "each", "rows"])  # type: ignore[untyped-decorator]
 def _weight_gradients(  # type: ignore[no-untyped-def]
     products, weight, covaried, scale, mean, inverse, sums, inputs_mean,
-    d_weight, d_vectors, scaled, pulls, spans, rows, outputs,
+    parts, scaled, pulls, spans, each, rows, outputs,
     INPUTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of outputs' weights, gamma and beta, over all spans; and what the
-    gradient of z takes of each span: scale W, the pull towards the mean and the constant."""
+    """Gradients of a block of outputs' weights, gamma and beta, over a group of `each` spans; and
+    what the gradient of z takes of each span: scale W, the pull towards the mean and the
+    constant."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, INPUTS)
     inside = k < outputs
@@ -88,7 +104,8 @@ def _weight_gradients(  # type: ignore[no-untyped-def]
     d_gamma = tl.zeros([BLOCK], tl.float32)
     d_beta = tl.zeros([BLOCK], tl.float32)
     size = tl.cast(outputs * INPUTS, tl.int64)
-    for span in tl.range(0, spans, num_stages=2):
+    first = tl.program_id(1) * each
+    for span in tl.range(first, tl.minimum(first + each, spans), num_stages=2):
         here = span * outputs + k
         all_at = span * size + at
         a = tl.load(scale + here, inside, 0)
@@ -107,40 +124,51 @@ def _weight_gradients(  # type: ignore[no-untyped-def]
         tl.store(scaled + all_at, aw, inside[:, None])
         tl.store(pulls + here, c / rows, inside)
         tl.store(pulls + spans * outputs + here, (m * c - a * s) / rows, inside)
-    tl.store(d_weight + at, total, inside[:, None])
-    tl.store(d_vectors + k, d_gamma, inside)
-    tl.store(d_vectors + outputs + k, d_beta, inside)
+    parts += tl.program_id(1) * (size + 2 * outputs)
+    tl.store(parts + at, total, inside[:, None])
+    tl.store(parts + size + k, d_gamma, inside)
+    tl.store(parts + size + outputs + k, d_beta, inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _quadratic(  # type: ignore[no-untyped-def]
-    weight, pulls, quadratic, constant, outputs,
-    INPUTS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    weight, pulls, quadratic, constant, outputs, INPUTS: tl.constexpr, BF16: tl.constexpr,
+    BLOCK: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """- W' diag(c) W of a span, and the constant of its dz."""
     span = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     j = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    n = tl.arange(0, BLOCK)
+    if tl.program_id(1) > tl.program_id(2):  # it is its own transpose
+        return
+    n = tl.arange(0, DEPTH)
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([DEPTH, BLOCK], tl.float32)
     pulls += span * outputs
     size = tl.num_programs(0) * outputs
-    for first in range(0, outputs, BLOCK):
+    for first in range(0, outputs, DEPTH):
         k = first + n
         inside = k < outputs
         c = tl.load(pulls + k, inside, 0)
         u = tl.load(pulls + size + k, inside, 0)
         left = tl.load(weight + k[None, :] * INPUTS + i[:, None], inside[None, :], 0)
         right = tl.load(weight + k[:, None] * INPUTS + j[None, :], inside[:, None], 0)
-        right = right.to(tl.float32)
-        acc = tl.dot(left.to(tl.float32) * -c[None, :], right, acc, input_precision=PRECISION)
-        total += tl.sum(u[:, None] * right, 0)
+        pulled = left.to(tl.float32) * -c[None, :]
+        total += u[:, None] * right.to(tl.float32)
+        if BF16:  # two halves of it are as exact as tf32, and no operand has to be turned round
+            high = pulled.to(tl.bfloat16)
+            low = (pulled - high.to(tl.float32)).to(tl.bfloat16)
+            acc = tl.dot(low, right, acc)
+            acc = tl.dot(high, right, acc)
+        else:
+            acc = tl.dot(pulled, right.to(tl.float32), acc, input_precision=PRECISION)
     quadratic += span.to(tl.int64) * INPUTS * INPUTS
-    at = i[:, None] * INPUTS + j[None, :]
-    tl.store(quadratic + at, acc.to(quadratic.dtype.element_ty))
+    found = acc.to(quadratic.dtype.element_ty)
+    tl.store(quadratic + i[:, None] * INPUTS + j[None, :], found)
+    if tl.program_id(1) < tl.program_id(2):
+        tl.store(quadratic + j[None, :] * INPUTS + i[:, None], found)
     if tl.program_id(1) == 0:
-        tl.store(constant + span * INPUTS + j, total)
+        tl.store(constant + span * INPUTS + j, tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])  # type: ignore[untyped-decorator]
