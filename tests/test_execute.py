@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import groupby, product
+from queue import SimpleQueue
 from typing import get_args
 
 import pytest
@@ -198,6 +199,55 @@ def many_at_once(cluster):
 
 def test_many_tensors_may_be_on_their_way_at_once():
     assert run_ranks(many_at_once, 4) == [[[5.0]] * 5] * 4
+
+
+def begun_in_lanes(cluster, lanes):
+    """Phases of six tensors of one segment each, as this rank's lanes began them: (step, bucket,
+    phase), in the order of time."""
+    log = SimpleQueue()
+    tensors = [torch.ones(16) for _ in range(6)]
+    with Pipeline(replace(cluster, grid=(2, 2)), lanes=lanes, log=log) as pipeline:
+        plan = through(TORUS, "ring")
+        sums = [pipeline.submit(plan, t, bucket=i) for i, t in enumerate(tensors)]
+        for reduction in sums:
+            reduction.wait()
+    return [log.get() for _ in range(log.qsize())]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_the_end_of_a_sum_lets_the_one_so_many_lanes_further_on_begin(lanes):
+    """Goyal's cyclic control inputs: sum n + c begins when n is over, on every worker, so that
+    there are never more than c and none waits for one that others begin later."""
+    for begun in run_ranks(begun_in_lanes, 4, lanes):
+        places = {
+            bucket: [place for place, (_, of, _) in enumerate(begun) if of == bucket]
+            for bucket in range(6)
+        }
+        assert all(len(each) == 3 for each in places.values())  # the torus has three phases
+        for bucket in range(6 - lanes):
+            assert places[bucket][-1] < places[bucket + lanes][0]
+
+
+def lanes_of(cluster, lanes):
+    """Which lane each of six tensors travels in."""
+    lane_of = []
+    with Pipeline(replace(cluster, grid=(2, 2)), lanes=lanes) as pipeline:
+        for lane, each in enumerate(pipeline._lanes):
+            run = each.run
+
+            def noted(journey, reduction, lane=lane, run=run):
+                lane_of.append(lane)
+                run(journey, reduction)
+
+            each.run = noted
+        sums = [pipeline.submit(through(TORUS, "ring"), torch.ones(16)) for _ in range(6)]
+        for reduction in sums:
+            reduction.wait()
+    return lane_of
+
+
+def test_sums_go_through_the_lanes_in_turn():
+    assert run_ranks(lanes_of, 4, 3) == [[0, 1, 2, 0, 1, 2]] * 4
 
 
 # ---------------------------------------------------------------- the order of summation

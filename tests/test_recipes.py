@@ -19,6 +19,7 @@ from megabatch.recipes import BY_BATCH, RECIPES, named
 from megabatch.recipes.imagenet import IMAGES
 from megabatch.recipes.mlperf import ROWS, mlperf
 from megabatch.sync.choice import choose_plan
+from megabatch.sync.execute import Pipeline
 from megabatch.sync.summation import buckets_of
 from megabatch.verbs.train import read_flags
 
@@ -253,7 +254,7 @@ def test_jias_hybrid_sends_fc6_and_fc7_by_a_ring_and_all_else_hierarchically():
 
 def way_of_two_steps(cluster, name, plan=None):
     """How far a small net's weights go by a recipe's way of summing, on this worker's grid of two
-    rows."""
+    rows; and the plans by which its gradients went, each with what they were on the wire."""
     cluster = replace(cluster, grid=(2, 2))
     recipe = RECIPES[name]()
     config = mb.Config(
@@ -272,15 +273,37 @@ def way_of_two_steps(cluster, name, plan=None):
     torch.manual_seed(0)
     net = mb.models.build("small", 10, 1, 8)
     before = torch.cat([p.detach().flatten() for p in net.parameters()])
-    mb.train(config, model=net, cluster=cluster, quiet=True)
-    return torch.cat([p.detach().flatten() for p in net.parameters()]) - before
+    real, went = Pipeline.submit, set()
+
+    def submit(pipeline, phases, flat, **how):
+        if how["bucket"] < buckets:  # the last is the control vector
+            went.add((phases, how["wire"]))
+        return real(pipeline, phases, flat, **how)
+
+    buckets = len(buckets_of(net.parameters(), config.bucket_mb * 1e6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pipeline, "submit", submit)
+        mb.train(config, model=net, cluster=cluster, quiet=True)
+    return torch.cat([p.detach().flatten() for p in net.parameters()]) - before, went
 
 
-@pytest.mark.parametrize("name", ["goyal2017", "you2018", "jia2018", "mikami2018"])
-def test_four_workers_train_by_the_papers_sums(name):
-    found = run_ranks(way_of_two_steps, 4, name)[0]
-    backend = run_ranks(way_of_two_steps, 4, name, "backend")[0]
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        ("goyal2017", ["three_phase"]),
+        ("you2018", ["ring"]),
+        ("jia2018", ["hierarchical", "ring"]),
+        ("mikami2018", ["torus"]),
+    ],
+)
+def test_four_workers_train_by_the_papers_sums(name, plans):
+    ranks = run_ranks(way_of_two_steps, 4, name)
     half = SUMMED[name][1] == "fp16"
+    wire = torch.float16 if half else None
+    for _, went in ranks:
+        assert went == {(named_plan(plan, "gloo"), wire) for plan in plans}
+    found = ranks[0][0]
+    backend, _ = run_ranks(way_of_two_steps, 4, name, "backend")[0]
     # Without a loss scale the small gradients of this net are a few of fp16's smallest steps.
     assert (found - backend).norm() < (0.03 if half else 1e-5) * backend.norm()
     assert not half or not torch.equal(found, backend)
