@@ -28,10 +28,11 @@ from megabatch.planner.machine import Machine, Network, Node, Rate, Sending, Spi
 from megabatch.planner.pace import expected_maximum
 from megabatch.planner.run import Job
 from megabatch.planner.search import as_configured, candidates, compare
-from megabatch.planner.settings import LANES, PLANNED, Setting
+from megabatch.planner.settings import BUCKETS_MB, LANES, PLANNED, Setting
 from megabatch.planner.step import SentBucket, arrival, buckets, held_up, send, step
 from megabatch.plans import HIERARCHICAL, RING, TORUS, through
 from megabatch.plans.names import plan_of
+from megabatch.recipes.jia2018 import jia_hybrid
 from megabatch.report import tables
 from megabatch.sync.choice import choose_plan
 from megabatch.sync.execute import LANES as ENGINE_LANES
@@ -704,6 +705,36 @@ def test_published_rows_are_met():
     promised = [row for row in ROWS if row.tolerance is not None and not row.given]
     assert len(promised) == 16
     assert [row.what for row in promised if not row.holds] == []
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("model", ["resnet50", "alexnet_bn"])
+def test_a_bucket_size_that_nobody_published_is_the_best_for_as_many_lanes(lanes, model):
+    """A paper sums in as many lanes as its row says, not in the trainer's."""
+    for plan, grid in (("torus", (8, 8)), ("three_phase", (8, 8)), ("ring", (1, 64))):
+        setting = Setting(plan, grid, 0, "fp16", lanes)
+
+        def rate(megabytes, setting=setting):
+            how = replace(setting, bucket_mb=megabytes)
+            found = published.replay(MACHINES["abci"], 64, 2048, how, model=model)
+            assert found.setting.lanes == lanes
+            return found.images_per_second
+
+        assert rate(0) >= max(map(rate, BUCKETS_MB)) / 1.01
+
+
+def test_what_jias_hybrid_fuses_goes_hierarchically_in_his_rows():
+    """fc6 and fc7 alone go by a ring: buckets that are larger than the threshold would take all."""
+    hybrid = jia_hybrid()
+    setting = Setting("hybrid", (64, 16), 0, "fp16")
+    found = published.replay(
+        MACHINES["tencent-p40"], 1024, 65536, setting, model="alexnet_bn_pool5", hybrid=hybrid
+    )
+    limit = 1e6 * hybrid.threshold_mb
+    net = workload.bundled("alexnet_bn_pool5", 227)
+    large = [2 * size for size, _ in net.gradients() if 2 * size > limit]
+    sent = [b.nbytes for b in buckets(net, found.setting.bucket_mb, "fp16")]
+    assert [nbytes for nbytes in sent if nbytes > limit] == large and len(large) == 2
 
 
 def test_a_row_that_gave_a_constant_is_met_exactly():

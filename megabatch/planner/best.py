@@ -11,7 +11,7 @@ from megabatch.planner.bounds import least_latency, least_prices
 from megabatch.planner.cost import BySize, Price
 from megabatch.planner.doubt import Doubt
 from megabatch.planner.run import Forecast, Job
-from megabatch.planner.settings import BUCKETS_MB, LANES, Choices, Setting, ways
+from megabatch.planner.settings import BUCKETS_MB, Choices, Setting, ways
 from megabatch.planner.step import FORWARD
 
 
@@ -52,9 +52,8 @@ def fastest(job: Job, choices: Choices, limit: float = inf) -> tuple[float, Sett
         cost = job.price(Setting(plan, grid, inf)).least
         if at_least(job, cost, choices.wire) >= limit:
             continue
-        for size in choices.sizes:
-            setting = Setting(plan, grid, size, choices.wire, LANES)
-            if at_least(job, cost, choices.wire, size) >= limit:
+        for setting in choices.of(plan, grid):
+            if at_least(job, cost, choices.wire, setting.bucket_mb) >= limit:
                 continue
             seconds = job.train_seconds(setting)
             if seconds < limit:

@@ -17,7 +17,7 @@ from megabatch.planner.cost import price
 from megabatch.planner.machine import Machine, Rate
 from megabatch.planner.run import Forecast, Job
 from megabatch.planner.settings import BUCKETS_MB, HYBRID_PLAN, Choices, Setting
-from megabatch.planner.step import buckets
+from megabatch.planner.step import WIRES, buckets
 from megabatch.planner.workload import bert_large
 from megabatch.plans import PLANS
 from megabatch.recipes.jia2018 import jia_hybrid
@@ -76,13 +76,19 @@ def replay(
     eval_every: float = 0,
     hybrid: Hybrid | None = None,
 ) -> Forecast:
-    """A bucket size of 0 stands for one that nobody published: the planner's best."""
+    """A bucket size of 0 stands for one that nobody published: the planner's best for so many
+    lanes; of a hybrid, whose fused tensors are small by definition, the best that stays small."""
     config = replace(imagenet(model, batch, epochs), eval_every=eval_every)
     config = replace(config, hybrid=hybrid or config.hybrid)
     job = Job.of(config, machine, gpus)
     if not setting.bucket_mb:
-        sizes = Choices([(setting.plan, setting.grid)], BUCKETS_MB, setting.wire)
-        setting = replace(setting, bucket_mb=best(job, sizes).setting.bucket_mb)
+        sizes: tuple[float, ...] = BUCKETS_MB
+        if setting.plan == HYBRID_PLAN:
+            small = config.hybrid.threshold_mb * WIRES["fp32"] / WIRES[setting.wire]
+            sizes = tuple(size for size in sizes if size <= small)
+        shapes = [(setting.plan, setting.grid)]
+        choices = Choices(shapes, sizes, setting.wire, setting.lanes)
+        setting = replace(setting, bucket_mb=best(job, choices).setting.bucket_mb)
     return job.forecast(setting, reference_batch)
 
 

@@ -247,7 +247,7 @@ def fastest_of(job: Job, most: int, choices_on: Callable[[int], Choices]) -> For
         if 2**twos * 3**threes <= most
     )
     limit, quickest = inf, each
-    shapes, sizes, wire = choices_on(each)
+    shapes, sizes, wire, _ = choices_on(each)
     possible = Possible(wire, sizes, mixed=any(plan == HYBRID_PLAN for plan, _ in shapes))
     for nodes in round_numbers:
         here = job.on(nodes * each)

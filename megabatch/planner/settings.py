@@ -53,11 +53,13 @@ def is_flat(plan: str, hybrid: Hybrid) -> bool:
 
 
 class Choices(NamedTuple):
-    """The settings that a search may take: plans with their grids, bucket sizes, one wire."""
+    """The settings that a search may take: plans with their grids, bucket sizes, one wire, one
+    number of lanes."""
 
     shapes: list[tuple[str, tuple[int, int]]]
     sizes: tuple[float, ...]
     wire: str
+    lanes: int = LANES
 
     def settings(self) -> Iterator[Setting]:
         for shape in self.shapes:
@@ -66,4 +68,4 @@ class Choices(NamedTuple):
     def of(self, plan: str, grid: tuple[int, int]) -> Iterator[Setting]:
         """With buckets of each size."""
         for size in self.sizes:
-            yield Setting(plan, grid, size, self.wire, LANES)
+            yield Setting(plan, grid, size, self.wire, self.lanes)
