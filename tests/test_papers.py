@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from megabatch.launch import run_local
 from megabatch.planner.chips import CHIPS
 from megabatch.planner.nets import BUILDERS
 from megabatch.planner.peak import share_of_peak
+from megabatch.planner.published import rows as published_rows
 from megabatch.plans.names import plan_of
 from megabatch.plans.traffic import wire
 from megabatch.plans.wiring import halving_scatter
@@ -94,24 +96,28 @@ LOOKED_FOR = {
         "23.84", "22.08", "22.36", "92.5 min", "25.83", "26.09", "29 h", "one hour",
         "30 s an epoch", "12 % longer", "90 %", "12.8 Gbit/s", "23.49", "23.48", "23.53", "23.56",
         "beyond 64k", "30, 60 and 80", "24.01", "cyclic control inputs", "Big Basin",
+        "length of the warm-up", "pipelined", "256 KB",
     ],
     "You": [
         "Table 3", "Table 4", "57.6 to 53.1", "44.8", "2.2 points", "58.5", "58.2", "55.0",
         "60.4", "60.1", "59.3", "57.8", "59.9", "72.7", "73.0", "72.3", "75.3", "75.4", "74.9",
         "58.6", "10^18", "14 days", "45 h", "20 and 14 min", "52 and 31 min", "in 11", "24 min",
         "Table 2)", "57.7", "77.8", "58.9", "55.9, 56.7, 57.3 and 58.2", "6 h 10 min",
-        "58.7 % at 512",
+        "58.7 % at 512", "3,690", "1,345", "rate inside the momentum buffer", "solver files",
+        "Stampede2", "swaps the machines", "leaves eta out",
         "57.8, 59.2, 59.5, 59.5 and 59.9", "58.1, 58.9, 58.5 and 57.1", "57.6, 58.0, 57.7 and 56.5",
     ],
     "Jia": [
         "Figure 1", "Figure 2", "Figure 3", "Table 2", "172 to 218", "60.6", "71.9", "76.2",
         "57.1", "55.8", "58.8", "186", "2,046", "3 and 11 times", "87.9",
-        "8.7 min (the last, and its 99.2 %, from memory)", "75.8", "58.7",
+        "8.7 min (the last, and its 99.2 %, from memory)", "75.8", "58.7", "8 P40",
+        "what others had before",
     ],
     "Mikami": [
         "2(X - 1) + 2(Y - 1)", "34k to 68k", "75.03", "75.29", "224 s on 2,176",
         "91.62 % on 1,088", "54k (from memory) in 122 s on 3,456", "119k",
         "84.75, 83.10 and 74.08", "1,641,853", "2,565", "556,522", "1,091,357", "80 (Akiba)",
+        "8k to 16k", "ABCI:", "noise",
     ],
 }  # fmt: skip
 
@@ -275,6 +281,9 @@ def test_the_forecasts_are_those_that_the_page_tells():
     rings = plan_on_the_page("--plan ring --compare buckets")
     fused = {row["bucket_mb"]: row["images_per_second"] for row in rings}
     assert fused[100] / fused[1] == pytest.approx(2.2, abs=0.05)
+    rows = plan_on_the_page("--plan ring --compare buckets", ring="hierarchical")
+    by_steps = {row["bucket_mb"]: row["images_per_second"] for row in rows}
+    assert max(by_steps.values()) < 1.01 * by_steps[1]
     assert plan_on_the_page("--plan hybrid")[4]["bucket_mb"] == 25
     hybrid, hierarchical, ring = (
         plan_on_the_page("--plan hybrid", **{"hybrid --grid 64 16": way})[4]["images_per_second"]
@@ -286,9 +295,44 @@ def test_the_forecasts_are_those_that_the_page_tells():
     assert max(wires) == pytest.approx(min(wires), rel=0.01)
     assert min(row["seconds_to_target"] for row in plan_on_the_page("2176")) < 224 / 2
     assert plan_on_the_page("1088")[0]["efficiency"] < 0.9162
+    told = re.search(r"(?<=abci`'s constants; )([\d,]+) and ([\d,]+) are forecast", PAGE)
+    for gpus, rate in zip((1024, 2048), told.groups(), strict=True):
+        (row,) = plan_on_the_page(f"--gpus {gpus} --batch {16 * gpus} ")
+        assert f"{row['images_per_second']:,.0f}" == rate
+    published = {row.what: row for row in published_rows()}
+    alexnet = published["2,048 CPUs, AlexNet-BN, 100 epochs"]
+    assert alexnet.predicted / alexnet.published == pytest.approx(0.5, abs=0.05)
+    for net in ("ResNet-50", "AlexNet"):
+        assert published[f"{net}, gain over flat NCCL"].error > 10
 
 
-# --- You: Table 3, peak accuracy, operations ---------------------------------------------------
+# --- You: the authors' solvers, Table 3, peak accuracy, operations -----------------------------
+
+# The authors' solver files: net, batch, base rate, iterations of the ramp (from 1; None: no ramp),
+# max_iter.
+SOLVERS = [
+    ("alexnet", 1024, 2, None, 125_000), ("alexnet", 8192, 10, 600, 15_600),
+    ("alexnet", 16384, 16, 400, 7_800), ("alexnet_bn", 512, 1, None, 250_000),
+    ("alexnet_bn", 8192, 10, 600, 15_600), ("alexnet_bn", 16384, 24, 400, 7_800),
+    ("alexnet_bn", 32768, 32, 400, 4_000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("net", "batch", "base", "ramp", "most"), SOLVERS)
+def test_the_rates_of_the_authors_solvers(net, batch, base, ramp, most):
+    """Caffe's own arithmetic, iteration by iteration: lr = 1 + (base - 1) (i / ramp)^2, then
+    base (1 - i / max_iter)^2, which counts the ramp."""
+    epoch = batch / IMAGES  # of an iteration
+    flags = f"--model {net} --batch {batch} --micro 16 --lr.reference {base} --lr.per {batch}"
+    flags += f" --epochs {most * epoch} --lr.warmup {(ramp or 0) * epoch}"
+    config, _ = train_verb.read_flags("you2018_alexnet", shlex.split(flags))
+    for i in (0, 1, 399, 401, 599, 601, most // 2, most - 1):
+        caffe = base * (1 - i / most) ** 2
+        if ramp and i < ramp:
+            caffe = 1 + (base - 1) * (i / ramp) ** 2
+        assert config.lr_at(i * epoch, batch) == pytest.approx(caffe, rel=1e-9)
+    assert (config.optimizer.momentum, config.optimizer.weight_decay) == (0.9, 5e-4)
+
 
 # Norms of weights and biases of AlexNet-BN at the first iteration, in the table of 1708.03888.
 WEIGHT_NORMS = {
@@ -395,7 +439,20 @@ def test_a_run_begun_before_workers_were_counted_has_no_share_of_the_peak(monkey
         assert (share is not None) == known
 
 
-# --- Mikami: what changes with the batch -------------------------------------------------------
+# --- Mikami: the torus, what changes with the batch --------------------------------------------
+
+
+@pytest.mark.parametrize("grid", [(34, 64), (48, 72), (4, 2)])
+def test_the_torus_sends_x_times_less_across_than_the_hierarchical_sum(grid):
+    rows, columns = grid
+    torus, hierarchical = (wire(plan_of(name), 51_114_064, *grid) for name in
+                           ("torus", "hierarchical"))  # fmt: skip
+    across = [
+        next(leg.nbytes for leg in each.legs if leg.phase.axis == "y")
+        for each in (torus, hierarchical)
+    ]
+    assert across[1] == columns * across[0] == 2 * Fraction(rows - 1, rows) * 51_114_064
+    assert torus.steps == 2 * (columns - 1) + 2 * (rows - 1)
 
 
 def test_a_stages_momentum_is_the_optimizers():
