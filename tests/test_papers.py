@@ -145,6 +145,27 @@ def test_a_command_that_needs_imagenet_would_be_accepted(command):
         assert config.data.path == "imagenet.arrow"
 
 
+def test_the_studies_of_imagenet_compare_what_the_page_says():
+    """Jia's Table 2 is of the net before batch norm after pool5, which his Figure 3 then adds; his
+    ResNet-50 loses LARS and gains decay, one after the other."""
+    jia = {c: configs_of(c) for c in ON_IMAGENET if c.startswith("megabatch study jia")}
+    table, resnet, figure = (
+        next(found for command, found in jia.items() if word in command)
+        for word in ("--model alexnet_bn --batches", "sgd_decay_all", "no_pool5")
+    )
+    assert {arm: (c.model, c.optimizer.decay_all) for arm, c in table.items()} == {
+        "recipe": ("alexnet_bn", False), "decay_all": ("alexnet_bn", True)
+    }  # fmt: skip
+    assert {arm: c.model for arm, c in figure.items()} == {
+        "recipe": "alexnet_bn_pool5", "no_pool5": "alexnet_bn"
+    }  # fmt: skip
+    ways = {arm: (c.optimizer.trust, c.optimizer.decay_all) for arm, c in resnet.items()}
+    assert ways == {
+        "recipe": (0.001, False), "decay_all": (0.001, True), "sgd_decay_all": (None, True)
+    }  # fmt: skip
+    assert resnet["sgd_decay_all"].lr.peak(65536) == pytest.approx(25.6)  # by linear scaling
+
+
 def test_the_studies_of_tiny_imagenet_compare_what_the_page_says():
     goyal, three, alexnet = map(configs_of, ON_TINY)
     assert set(goyal) == {"recipe", "no_warmup", "constant_warmup", "fixed_rate", "sqrt_rate"}
