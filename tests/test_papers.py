@@ -316,6 +316,11 @@ def test_the_forecasts_are_those_that_the_page_tells():
     assert max(wires) == pytest.approx(min(wires), rel=0.01)
     assert min(row["seconds_to_target"] for row in plan_on_the_page("2176")) < 224 / 2
     assert plan_on_the_page("1088")[0]["efficiency"] < 0.9162
+    (flash,) = plan_on_the_page("--gpus 3456")
+    (by_nodes,) = plan_on_the_page("--gpus 3456", **{"48 72": "864 4 --bucket-mb 25"})
+    seconds = flash["seconds_to_target"], by_nodes["seconds_to_target"]
+    assert "has {:.0f} s on this grid".format(*seconds) in PAGE
+    assert f"without `--grid`, {seconds[1]:.0f} s)" in PAGE
     told = re.search(r"(?<=abci`'s constants; )([\d,]+) and ([\d,]+) are forecast", PAGE)
     for gpus, rate in zip((1024, 2048), told.groups(), strict=True):
         (row,) = plan_on_the_page(f"--gpus {gpus} --batch {16 * gpus} ")
