@@ -642,10 +642,48 @@ def test_nothing_is_concluded_from_one_seed(tmp_path):
     made_up_run(tmp_path, 512, 0, 0.9)
     made_up_run(tmp_path, 512, 1, 0.9)
     kept = reading(read(tmp_path))
-    assert "512 is the largest batch that stays within 0.3" in kept
-    assert kept.endswith("; up to 512 no batch loses more than 0.3.")
+    assert "512 is the largest batch of several seeds that stays within 0.3" in kept
+    assert kept.endswith("; up to 512 no batch of several seeds loses more than 0.3.")
     made_up_run(tmp_path, 256, 1, 0.8)
-    assert "256 is the first batch to lose more than 0.3." in reading(read(tmp_path))
+    every = reading(read(tmp_path))
+    assert "256 is the first batch to lose more than 0.3." in every
+    assert "512 is the largest batch that stays within 0.3" in every
+
+
+def test_that_none_stays_is_said_of_batches_with_several_seeds_alone(tmp_path):
+    for seed in (0, 1):
+        made_up_run(tmp_path, 64, seed, 0.9)
+        made_up_run(tmp_path, 256, seed, 0.8)
+    assert "None of them stays within 0.3 points" in reading(read(tmp_path))
+    made_up_run(tmp_path, 512, 0, 0.95)
+    said = reading(read(tmp_path))
+    assert "None of those with several seeds stays within 0.3 points" in said
+
+
+def fails(study, batch, seed, arm=RECIPE):
+    """A run that did not finish, and why."""
+    trial = Trial("run", arm, batch, replace(mb.recipes.digits(), seed=seed))
+    write_label(study / trial.name, trial, "it diverged")
+
+
+def test_the_reading_tells_of_runs_that_failed(study, tmp_path):
+    assert "failed" not in reading(study)
+    fails(tmp_path, 1024, 2)
+    for seed in range(3):
+        fails(tmp_path, 4096, seed)
+        fails(tmp_path, 256, seed, arm="sgd")
+    said = reading(read(tmp_path))
+    assert (
+        "Runs failed: 1 of 3 at 1,024, 3 of 3 at 4,096, 3 of 3 of sgd at 256; what is said of a "
+        "batch is of the runs that finished." in said
+    )
+
+
+def test_a_smaller_batch_that_never_finished_is_named_beside_the_baseline(study, tmp_path):
+    fails(tmp_path, 32, 0)
+    said = reading(read(tmp_path))
+    assert "The baseline, a batch of 64 (of 32 no run has finished), ends with 91.00 %" in said
+    assert "Runs failed: 1 of 1 at 32;" in said
 
 
 def test_the_probe_of_the_largest_batch_forecasts(tmp_path):
@@ -676,7 +714,7 @@ def test_a_study_without_a_finished_run_says_so(tmp_path):
     trial = Trial("run", RECIPE, 64, mb.recipes.digits())
     write_label(tmp_path / trial.name, trial, "it broke")
     study = read(tmp_path)
-    assert reading(study) == "No run of the recipe has finished yet."
+    assert reading(study) == "No run of the recipe has finished yet. Runs failed: 1 of 1 at 64."
     assert "it broke" in study_page(study) and error_figure(study, "t") == ""
 
 
@@ -809,7 +847,7 @@ def test_torn_folders_are_left_out(tmp_path):
         changed(made_up_run(tmp_path, 32, seed, 0.9) / "summary.json", top1=top1)
     study = read(tmp_path)
     assert [cell.batch for cell in study.cells if cell.finished] == [64]
-    assert "a batch of 64, ends with 90.00 % top-1 over 1 seed" in reading(study)
+    assert "a batch of 64 (of 32 no run has finished), ends with 90.00 %" in reading(study)
     assert "nan" not in study_page(study).replace("nano", "")
 
 

@@ -16,37 +16,62 @@ KEPT_POINTS = 0.3
 
 def reading(study: Study) -> str:
     """The paragraph."""
-    return " ".join(_sentences(study)) or "No run of the recipe has finished yet."
+    return " ".join(_sentences(study))
 
 
 def _sentences(study: Study) -> Iterator[str]:
     base = study.baseline
+    failed = _failed(study)
     if base is None:
+        yield "No run of the recipe has finished yet."
+        if failed:
+            yield f"{failed}."
         return
     found = mean([100 * top1 for top1 in base.top1s])
+    smaller = [f"{c.batch:,}" for c in study.cells if c.arm == RECIPE and c.batch < base.batch]
+    instead = f" (of {', '.join(smaller)} no run has finished)" if smaller else ""
     yield (
-        f"The baseline, a batch of {base.batch:,}, ends with {found.value:.2f} % top-1"
+        f"The baseline, a batch of {base.batch:,}{instead}, ends with {found.value:.2f} % top-1"
         f"{_interval(found, ' ± ')} over {_seeds(found.seeds)}."
     )
     larger = [c for c in study.cells if c.arm == RECIPE and c.finished and c is not base]
     for cell in larger:
         yield f"A batch of {cell.batch:,} ends {difference_in_words(study.against_baseline(cell))}."
+    if failed:
+        yield f"{failed}; what is said of a batch is of the runs that finished."
     yield from _kept(study, base, larger)
     yield from _noise(study, base, larger)
     yield from _arms(study)
 
 
+def _failed(study: Study) -> str:
+    """Which runs failed, of how many; a mean does not show them."""
+    counts = [
+        f"{failed} of {len(cell.runs)}{_whose(cell)} at {cell.batch:,}"
+        for cell in study.cells
+        if (failed := sum(run.failure is not None and not run.finished for run in cell.runs))
+    ]
+    return f"Runs failed: {', '.join(counts)}" if counts else ""
+
+
+def _whose(cell: Cell) -> str:
+    return "" if cell.arm == RECIPE else f" of {cell.arm}"
+
+
 def _kept(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
     several = _of_several_seeds(base, larger)
+    some = len(several) < len(larger)
     most = max((c for c in several if _keeps(study, c)), key=lambda cell: cell.batch, default=None)
     if most is not None:
         yield (
-            f"By its mean, {most.batch:,} is the largest batch that stays within {KEPT_POINTS:g} "
-            f"points of the baseline: {most.batch / base.batch:.3g} times the batch, "
+            f"By its mean, {most.batch:,} is the largest batch{' of several seeds' * some} that "
+            f"stays within {KEPT_POINTS:g} points of the baseline: "
+            f"{most.batch / base.batch:.3g} times the batch, "
             f"{_ratio(most, base, 'steps')} of the steps."
         )
     elif several:
-        yield f"None of them stays within {KEPT_POINTS:g} points of the baseline."
+        whose = "those with several seeds" if some else "them"
+        yield f"None of {whose} stays within {KEPT_POINTS:g} points of the baseline."
 
 
 def _noise(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
@@ -61,7 +86,8 @@ def _noise(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
         yield f"{words}; {min(lost):,} is the first batch to lose more than {KEPT_POINTS:g}."
     elif several:
         most = max(cell.batch for cell in several)
-        yield f"{words}; up to {most:,} no batch loses more than {KEPT_POINTS:g}."
+        some = " of several seeds" * (len(several) < len(larger))
+        yield f"{words}; up to {most:,} no batch{some} loses more than {KEPT_POINTS:g}."
     else:
         yield f"{words}."
 
