@@ -10,6 +10,7 @@ import statistics
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from types import SimpleNamespace
 
 import dying
 import pytest
@@ -305,7 +306,9 @@ def test_a_search_runs_without_the_validation_images(tmp_path, monkeypatch):
     config = replace(mb.recipes.named("digits", epochs=0.2, batch=64), bn_recompute=64)
     plan = Plan({(RECIPE, 64): config}, range(1), rates=(0.5, 1.0))
     cluster = mb.Cluster.from_env(device="cpu")
-    searching = sweep.Sweep(tmp_path, cluster, print, keep_checkpoints=False, verbose=False)
+    searching = sweep.Sweep(
+        tmp_path, cluster, print, keep_checkpoints=False, verbose=False, told=sweep.Told()
+    )
     assert searching.run_all(plan.search(), "the search") == "finished"
     assert all(run.finished for run in read(tmp_path).tried)
     searching.run_all(plan.runs({}), "the runs")  # these need them
@@ -525,6 +528,61 @@ def test_a_probe_forecasts(tmp_path, capfd):
     said = capfd.readouterr()
     result = json.loads(said.out.splitlines()[-1])
     assert (result["forecast"] is None) == ("noise scale is undefined" in said.err)
+
+
+def test_a_probe_that_failed_forecasts_nothing(tmp_path):
+    folder = made_up_run(tmp_path, 256, 0, 0.3, kind="probe", noise=600.0)
+    assert read(tmp_path).noise_scale == 600
+    (folder / "summary.json").unlink()
+    changed(folder / "trial.json", failure="it diverged")
+    study = read(tmp_path)
+    assert math.isnan(study.noise_scale)
+    assert study.forecast_in_words() == "the probe failed, and forecasts nothing"
+    assert "forecast, after" not in study_page(study)
+
+
+def test_time_left_is_by_whole_runs_and_counts_what_comes_after_a_search(tmp_path, monkeypatch):
+    """A run that fails in its first steps, or is resumed in its last, takes no time at all."""
+    said = []
+
+    def train(config, **how):
+        if config.batch == 128:
+            raise RunFailed("it diverged")
+        seconds = 10.0 * config.epochs
+        return SimpleNamespace(ended="finished", seconds=seconds, steps=1, top1=0.5,
+                               images_per_second=1.0)  # fmt: skip
+
+    monkeypatch.setattr(sweep, "train", train)
+    config = mb.recipes.named("digits", epochs=6)
+    configs = {(RECIPE, b): replace(config, batch=b, stages=(), micro=16) for b in (64, 128)}
+    plan = Plan(configs, range(1), rates=(0.5, 1.0))
+    cluster = mb.Cluster.from_env(device="cpu")
+    assert sweep.study(plan, tmp_path, cluster, said.append) == "finished"
+    began = [line for line in said if line.startswith("run ")]
+    # Six runs of a minute each, as the first was.
+    assert began == [
+        "run 1 of 4: rate-64-x0.5-s0",
+        "run 2 of 4: rate-64-x1-s0; left 5:00",
+        "run 3 of 4: rate-128-x0.5-s0; left 4:00",
+        "run 4 of 4: rate-128-x1-s0; left 3:00",
+        "run 1 of 2: 64-s0; left 2:00",
+        "run 2 of 2: 128-s0; left 1:00",
+    ]
+
+
+def test_a_study_that_goes_on_in_another_world_does_not_repeat_itself(tmp_path):
+    plan = Plan(
+        {(RECIPE, 64): mb.recipes.named("digits", epochs=0.2, batch=64)}, range(2), probe=True
+    )
+    cluster, said, told = mb.Cluster.from_env(device="cpu"), [], sweep.Told()
+    for _ in range(2):
+        assert sweep.study(plan, tmp_path, cluster, said.append, told=told) == "finished"
+    for begin in ("a probe of the noise: 1", "forecast: ", "the probe does not", "the runs: 2"):
+        assert sum(line.startswith(begin) for line in said) <= 1
+    assert [line for line in said if line.startswith("the runs")] == ["the runs: 2"]
+    sweep.study(replace(plan, seeds=range(3)), tmp_path, cluster, said.append)
+    assert "the runs: 3, 2 finished already" in said
+    assert any(line.startswith("run 3 of 3: 64-s2") for line in said)
 
 
 def test_states_of_a_folder(tmp_path):

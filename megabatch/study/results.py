@@ -253,7 +253,7 @@ class Study:
         chosen = self.chosen()
         for search in self.searches():
             tried = ", ".join(f"{run.rate:.4g}: {_percent(run.top1)}" for run in search)
-            end = "none can be chosen"
+            end = "none can be chosen, and the rate stays as it is"
             for run in search:
                 if run in chosen:
                     end = f"{run.rate:.4g} is chosen"
@@ -265,8 +265,9 @@ class Study:
 
     @property
     def probe(self) -> Result | None:
-        """The one that forecasts: of those that tell a noise scale, the largest batch's."""
-        telling = [probe for probe in self.probes if math.isfinite(probe.noise_scale)]
+        """The one that forecasts: of those that finished and tell a noise scale, the largest
+        batch's."""
+        telling = [p for p in self.probes if p.finished and math.isfinite(p.noise_scale)]
         return max(telling, key=lambda probe: probe.batch, default=None)
 
     @property
@@ -276,6 +277,8 @@ class Study:
         return math.nan if self.probe is None else self.probe.noise_scale
 
     def forecast_in_words(self) -> str:
+        if self.probes and not any(probe.finished for probe in self.probes):
+            return "the probe failed, and forecasts nothing"
         if self.probe is None:
             return "the probe does not tell where scaling ends: its noise scale is undefined"
         return (

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from megabatch.host.stopping import stop_is_kept
 from megabatch.runs.alive import mark
 from megabatch.runs.progress import Due, clock
 from megabatch.study.results import read
-from megabatch.study.trials import Plan, Trial, mend_label, state, write_label
+from megabatch.study.trials import Plan, Trial, has_ended, mend_label, state, write_label
 from megabatch.sync.heartbeat import Stalled
 from megabatch.training import train
 
@@ -70,6 +70,7 @@ class TimeLeft:
         self._paces: dict[int, list[float]] = {}
 
     def ran(self, trial: Trial, seconds: float) -> None:
+        """A whole run took so long: one that failed tells nothing of the others."""
         self._paces.setdefault(trial.batch, []).append(seconds / trial.config.epochs)
 
     def of(self, rest: list[Trial]) -> float | None:
@@ -81,6 +82,22 @@ class TimeLeft:
             paces = self._paces.get(trial.batch, every)
             found += trial.config.epochs * sum(paces) / len(paces)
         return found
+
+
+class Told:
+    """What a worker has said of a study, and the paces it saw: both last as long as it does, over
+    all worlds that it meets in."""
+
+    def __init__(self) -> None:
+        self.left = TimeLeft()
+        self._said = set[str]()
+
+    def once(self, say: Say, words: str, about: str | None = None) -> None:
+        """Say it, unless that was said before, or something else `about` the same."""
+        about = words if about is None else about
+        if about not in self._said:
+            self._said.add(about)
+            say(words)
 
 
 class Voice:
@@ -110,27 +127,31 @@ def study(
     retry: bool = False,
     keep_checkpoints: bool = False,
     verbose: bool = False,
+    told: Told | None = None,
 ) -> str:
     """Run what is not finished yet: the probe, the search for rates, then the runs themselves.
 
     Every worker of the cluster calls it, again where it raised Regroup or a worker was lost, then
-    without `retry`. Returns how it ended: finished or stopped (on request; the run that was under
-    way then has a checkpoint).
+    without `retry` and with what was `told` before. Returns how it ended: finished or stopped (on
+    request; the run that was under way then has a checkpoint).
     """
+    told = told or Told()
     with _held(out, cluster):
         if retry:
             cluster.agree(partial(_forget_failures, plan, out))
-        sweep = Sweep(out, cluster, say, keep_checkpoints, verbose)
+        sweep = Sweep(out, cluster, say, keep_checkpoints, verbose, told)
+        searching, running = plan.search(), plan.runs({})
         if plan.probe:
-            if sweep.run_all(plan.probes(), "a probe of the noise") == "stopped":
+            then = [*searching, *running]
+            if sweep.run_all(plan.probes(), "a probe of the noise", then) == "stopped":
                 return "stopped"
-            say(cluster.agree(lambda: read(out).forecast_in_words()))
-        if plan.rates and sweep.run_all(plan.search(), "the search for rates") == "stopped":
+            told.once(say, cluster.agree(lambda: read(out).forecast_in_words()))
+        if plan.rates and sweep.run_all(searching, "the search for rates", running) == "stopped":
             return "stopped"
         # Those of an earlier search too: a study that grows keeps its rates.
         factors, lines = cluster.agree(lambda: _chosen_rates(out))
         for line in lines:
-            say(line)
+            told.once(say, line)
         return sweep.run_all(plan.runs(factors), "the runs")
 
 
@@ -149,34 +170,44 @@ class Sweep:
     """Runs one after another into a folder, over the same images."""
 
     def __init__(
-        self, out: Path, cluster: Cluster, say: Say, keep_checkpoints: bool, verbose: bool
+        self,
+        out: Path,
+        cluster: Cluster,
+        say: Say,
+        keep_checkpoints: bool,
+        verbose: bool,
+        told: Told,
     ) -> None:
         self._out, self._cluster, self._say = out, cluster, say
         self._keep, self._verbose = keep_checkpoints, verbose
-        self._images, self._left = OpenedImages(cluster), TimeLeft()
+        self._images, self._told = OpenedImages(cluster), told
 
-    def run_all(self, trials: list[Trial], what: str) -> str:
-        """Run those that have not ended yet; returns how that went: finished or stopped."""
+    def run_all(self, trials: list[Trial], what: str, then: Sequence[Trial] = ()) -> str:
+        """Run those that have not ended yet; returns how that went: finished or stopped. What is to
+        be run `then` counts for the time that is left."""
         out, cluster, say = self._out, self._cluster, self._say
         states = cluster.agree(lambda: [self._state(trial) for trial in trials])
         over = "finished", "failed"
         waiting = [trial for trial, now in zip(trials, states, strict=True) if now not in over]
-        say(f"{what}: {_plan_in_words(states)}")
+        ended = len(trials) - len(waiting)
+        later = cluster.agree(lambda: [trial for trial in then if not has_ended(out / trial.name)])
+        self._told.once(say, f"{what}: {_plan_in_words(states)}", about=what)
         for number, trial in enumerate(waiting):
             place, began = out / trial.name, time.monotonic()
             cluster.agree(partial(write_label, place, trial))
             # One that came in the last moments of a run, on any worker, stops the next.
             if any(cluster.gather(stop_is_kept())):
                 return "stopped"
-            left = self._left.of(waiting[number:])
+            left = self._told.left.of([*waiting[number:], *later])
             say(
-                f"run {number + 1} of {len(waiting)}: {trial.name}"
+                f"run {ended + number + 1} of {len(trials)}: {trial.name}"
                 + (f"; left {clock(left)}" if left is not None else "")
             )
             summary, failure = self._run(trial)
             if summary is not None and summary.ended == "stopped":
                 return "stopped"
-            self._left.ran(trial, time.monotonic() - began)
+            if summary is not None:  # its own seconds count those before it was resumed too
+                self._told.left.ran(trial, max(summary.seconds, time.monotonic() - began))
             self._ended(trial, failure)
             say(f"{trial.name}: {_in_words(trial, summary, failure)}")
             if failure is not None and supervised() is not None:

@@ -174,9 +174,18 @@ def state(folder: Path, trial: Trial) -> str:
                 f"{folder} was begun with {difference}: give the same settings, or name another "
                 f"--out"
             )
-        if read_object(folder / "summary.json").get("ended") in ("finished", "target"):
+        if _is_finished(folder):
             return "finished"
     return "failed" if "failure" in label else "begun" if is_plain(written) else "new"
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether a study that goes on has nothing to run there, whatever run it is."""
+    return _is_finished(folder) or "failure" in read_object(folder / "trial.json")
+
+
+def _is_finished(folder: Path) -> bool:
+    return read_object(folder / "summary.json").get("ended") in ("finished", "target")
 
 
 def folders(study: Path) -> Iterator[Path]:

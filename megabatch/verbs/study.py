@@ -131,7 +131,9 @@ def run(arguments: list[str]) -> int:
 def study_here(plan: Plan, out: str, flags: SweepFlags) -> tuple[bool, str]:
     """The work of one worker: whether it is the first, and how the study ended."""
     from megabatch.runs.progress import say, to_people
-    from megabatch.study.sweep import study
+    from megabatch.study.sweep import Told, study
+
+    told = Told()
 
     def run(cluster: Cluster, passage: Passage[Any]) -> tuple[bool, str]:
         console = to_people(not cluster.first)
@@ -143,6 +145,7 @@ def study_here(plan: Plan, out: str, flags: SweepFlags) -> tuple[bool, str]:
             retry=flags.retry and not passage.again,
             keep_checkpoints=flags.keep_checkpoints,
             verbose=flags.verbose,
+            told=told,
         )
 
     cluster = meet(None, flags.device)
