@@ -182,7 +182,7 @@ direction:rtl;line-height:var(--row)}
 .heat .plot{margin:0 0 20px;height:auto}
 .versus{display:grid;grid-template-columns:max-content minmax(0,1fr) max-content;
 gap:0 14px;align-items:center;font-size:13px;margin-top:8px}
-.versus .n{padding:0}.track{position:relative;height:22px}.track i{position:absolute}
+.track{position:relative;height:22px}.track i{position:absolute}
 .track .zero{top:0;bottom:0;border-left:1px dashed var(--soft)}
 .track .reach{top:50%;border-top:1.5px solid var(--c0);opacity:.75}
 .track .at{top:50%;width:9px;height:9px;border-radius:50%;background:var(--c0);
@@ -194,7 +194,7 @@ th,td{padding:7px 14px;text-align:left;vertical-align:top;border-top:1px solid v
 table>tbody:first-child>tr:first-child>td{border-top:0}
 thead th{border-top:0;color:var(--soft);font-weight:600;font-size:12.5px;white-space:nowrap}
 td{overflow-wrap:anywhere;min-width:12em}.n{text-align:right;white-space:nowrap}
-.n:not(:last-child){padding-left:8px;padding-right:10px}
+:is(th,td).n:not(:last-child){padding-left:8px;padding-right:10px}
 td:first-child{min-width:9.5em}td.n,td:has(.chip){min-width:0}
 @media (min-width:761px){td:first-child{white-space:nowrap}
 .called{display:inline-block;width:max-content;max-width:18em;

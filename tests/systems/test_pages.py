@@ -259,6 +259,20 @@ def test_a_study_is_drawn(browser, study, width, dark):
     assert [row for row in found if row["contrast"] < 4.5] == []
 
 
+def test_differences_end_below_each_other(browser, study):
+    for seed in range(2):
+        made_up_run(study.parent, 64, seed, 0.5, arm="no_warmup")
+    page = study.with_name("two-arms.html")
+    page.write_text(study_page(results.read(study.parent)))
+    browser.show(page, LAPTOP)
+    ends = browser.run(
+        "[...document.querySelector('.versus').querySelectorAll('.n')].map(n => {"
+        " const words = document.createRange(); words.selectNodeContents(n);"
+        " return words.getBoundingClientRect().right })"
+    )
+    assert len(ends) == 2 and ends[0] == pytest.approx(ends[1], abs=0.5)
+
+
 def test_pointing_at_a_batch_tells_its_values(browser, study):
     browser.show(study, LAPTOP)
     browser.run("document.documentElement.style.scrollBehavior = 'auto'")
