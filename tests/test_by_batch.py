@@ -85,8 +85,40 @@ def test_fitted_keeps_what_fits_and_counts_stages():
     assert fitted(replace(config, micro=384)).micro == 256
     staged = fitted(replace(config, stages=(Stage(5, 1024 + 64),)))
     assert (staged.micro, staged.span) == (64, 64)
-    assert fitted(replace(config, batch=96)).span == 32
+    assert fitted(replace(config, batch=96)).span == 48
     assert fitted(replace(config, batch=7, span=4)).span == 1
+
+
+@given(st.integers(1, 100_000))
+def test_a_span_that_does_not_divide_the_batch_gives_way_to_the_next_that_does(batch):
+    """Batch norm over eight images is another net than over 200: 3,000 need not have it."""
+    config = mlperf(batch)
+    wanted = row_at(ROWS, batch).span
+    assert config.batch % config.micro == 0 and config.micro % config.span == 0
+    assert config.span <= wanted
+    assert all(batch % larger for larger in range(config.span + 1, wanted + 1))
+
+
+def test_spans_of_round_batches():
+    assert [mlperf(batch).span for batch in (1000, 3000, 40_000)] == [200, 200, 125]
+    assert [tiny(batch).span for batch in (500, 5000, 100_000)] == [50, 50, 50]
+
+
+def test_a_batch_without_spans_is_said_with_the_next_that_has_them():
+    said = [doubts("mlperf", mlperf(batch)) for batch in (2048, 3000, 40_000, 50_000)]
+    assert said == [[], [], [], []]
+    (prime,) = doubts("mlperf", mlperf(4099))
+    assert prime == (
+        "a batch of 4,099 is made of spans of 1 image, too few for batch norm's statistics: 4,096 "
+        "has spans of 64"
+    )
+    said = doubts("tiny", tiny(6002))
+    assert said == [
+        "a batch of 6,002 is made of spans of 2 images, too few for batch norm's statistics: 6,016 "
+        "has spans of 64"
+    ]
+    assert len(doubts("tiny", tiny(13))) == 1  # a batch as small as that is one span
+    assert doubts("mlperf", replace(mlperf(4096), span=1)) == []  # given by hand
 
 
 def test_other_data_by_its_share():

@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 from megabatch.config import Config, check_setting
 from megabatch.errors import UserError, nearest
 from megabatch.recipes import imagenet
-from megabatch.recipes.by_batch import cut_short, in_doubt, proportional_batch, row_at
+from megabatch.recipes.by_batch import (
+    cut_short,
+    few_in_a_span,
+    in_doubt,
+    proportional_batch,
+    row_at,
+)
 from megabatch.recipes.digits import digits
 from megabatch.recipes.goyal2017 import goyal2017, goyal2017_resnet101
 from megabatch.recipes.jia2018 import jia2018
@@ -88,13 +94,17 @@ def named(
 
 def doubts(name: str, config: Config, images: int | None = None) -> list[str]:
     """What the rows of a recipe say against a config of its making, a sentence each: a batch that
-    was never verified, fewer epochs than its batch needs."""
+    was never verified, or cannot have its spans, fewer epochs than it needs."""
     if name not in BY_BATCH:
         return []
     rows = BY_BATCH[name].rows
     batch = proportional_batch(config.batch, images, BY_BATCH[name].images)
-    needed = row_at(rows, batch).epochs
-    sentences = in_doubt(rows, batch, config.batch), cut_short(config.epochs, needed, config.batch)
+    row = row_at(rows, batch)
+    sentences = (
+        in_doubt(rows, batch, config.batch),
+        few_in_a_span(config, getattr(row, "span", RECIPES[name]().span)),
+        cut_short(config.epochs, row.epochs, config.batch),
+    )
     return [sentence for sentence in sentences if sentence is not None]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from math import log
+from math import gcd, log
 from typing import Any
 
 from megabatch.config import Config
@@ -69,17 +69,15 @@ def proportional_batch(batch: int, images: int | None, of: int) -> float:
 
 def fitted(config: Config) -> Config:
     """The config with passes that its batches are made of: at most micro images, by whole spans;
-    where spans do not divide a batch, of the largest power of two below that does."""
-    batches = [stage.batch for stage in config.all_stages]
-    span = config.span
-    if any(batch % span for batch in batches):
-        span = 1 << (span.bit_length() - 1)
-        while any(batch % span for batch in batches):
-            span //= 2
-    spans = max(1, config.micro // span)
-    while any(batch % (spans * span) for batch in batches):
-        spans -= 1
+    where spans do not divide a batch, of the most images below that do."""
+    common = gcd(*(stage.batch for stage in config.all_stages))
+    span = _dividing(common, config.span)
+    spans = _dividing(common // span, max(1, config.micro // span))
     return replace(config, span=span, micro=spans * span)
+
+
+def _dividing(number: int, most: int) -> int:
+    return next(found for found in range(most, 0, -1) if number % found == 0)
 
 
 def in_doubt(rows: Sequence[Row], batch: float, given: int) -> str | None:
@@ -101,6 +99,19 @@ def in_doubt(rows: Sequence[Row], batch: float, given: int) -> str | None:
     return (
         f"a batch of {given:,}{carried} lies {place}: the settings are those of "
         f"{row.batch:,}{rate}, and may want tuning"
+    )
+
+
+def few_in_a_span(config: Config, wanted: int) -> str | None:
+    """What a batch that is not made of such spans has instead, in one sentence, where that is less
+    than half of it."""
+    batch, span = config.batch, config.span
+    if batch % wanted == 0 or 2 * span >= min(wanted, batch):
+        return None
+    better = round(batch / wanted) * wanted
+    return (
+        f"a batch of {batch:,} is made of spans of {span} image{'s' * (span != 1)}, too few for "
+        f"batch norm's statistics: {better:,} has spans of {wanted}"
     )
 
 
