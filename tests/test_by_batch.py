@@ -17,6 +17,7 @@ from megabatch.recipes import BY_BATCH, doubts, named
 from megabatch.recipes.by_batch import fitted, lost_points, proportional_batch, row_at
 from megabatch.recipes.mlperf import ROWS, mlperf
 from megabatch.recipes.tiny import LONG, SHORT, tiny, tiny30
+from megabatch.verbs import sizing
 from megabatch.verbs.train import read_flags
 
 TABLES = [ROWS, LONG, SHORT]
@@ -145,6 +146,19 @@ def test_outside_the_rows_one_sentence_is_said():
     low, high = mlperf(816), mlperf(131072)
     assert low.lr.peak(816) == pytest.approx(7.4 / 2)
     assert high.lr.peak(131072) == pytest.approx(24.699 * 2)
+
+
+def test_images_that_are_not_counted_are_said(tmp_path):
+    """A folder of 1,000 images has the settings of a million's."""
+    folder, pack = (
+        replace(tiny(4096), data=replace(tiny(4096).data, path=str(tmp_path / name)))
+        for name in ("pictures", "pictures.arrow")
+    )
+    (said,) = sizing.doubts("tiny", folder)
+    assert said.startswith("a batch is taken as a share of 100,000 images: those of ")
+    assert said.endswith("pictures are not counted before they are read, those of a pack are "
+                         "(megabatch pack)")  # fmt: skip
+    assert list(sizing.doubts("tiny", pack)) == list(sizing.doubts("digits", folder)) == []
 
 
 def test_kept_epochs_and_what_they_are_expected_to_cost():

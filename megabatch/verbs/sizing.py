@@ -58,8 +58,15 @@ def sized(name: str, words: str, arguments: list[str], batch: int | None = None)
 
 def doubts(name: str, config: Config) -> Iterator[str]:
     """What is not known of a config of a recipe that follows its batch, a sentence each."""
-    if name in recipes.BY_BATCH:
-        yield from recipes.doubts(name, config, _images_in(config.data.path))
+    if name not in recipes.BY_BATCH:
+        return
+    path = config.data.path
+    if path and not path.endswith(".arrow"):
+        yield (
+            f"a batch is taken as a share of {recipes.BY_BATCH[name].images:,} images: those of "
+            f"{path} are not counted before they are read, those of a pack are (megabatch pack)"
+        )
+    yield from recipes.doubts(name, config, _images_in(path))
 
 
 def _images_in(path: str) -> int | None:

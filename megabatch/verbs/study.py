@@ -105,9 +105,9 @@ def run(arguments: list[str]) -> int:
         return DONE
     plan, flags = read_flags(recipe, arguments[1:])
     if not under_launcher():
-        for (arm, _), config in plan.configs.items():
-            for sentence in doubts(recipe, config) if arm == RECIPE else ():
-                say(sentence, progress=True)
+        own = [config for (arm, _), config in plan.configs.items() if arm == RECIPE]
+        for sentence in dict.fromkeys(said for config in own for said in doubts(recipe, config)):
+            say(sentence, progress=True)
     name = next(iter(plan.configs.values())).name
     out = flags.out or f"runs/study-{name}"
     if (Path(out) / "config.json").exists():
