@@ -38,7 +38,7 @@ train: install
 	$(BIN)/megabatch train digits --workers $(WORKERS)
 
 study: install
-	$(BIN)/megabatch study digits --batches 32,128,256,512 --seeds 3 \
+	$(BIN)/megabatch study digits --batches 32,128,256,512 --seeds 5 \
 		--arms sgd no_warmup gamma_one --arm-batches 512 --probe --out runs/study-digits
 
 # The README's figure, from the study of `make study`: only when it is to be another one.
