@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_train import CONFIG
 
+from megabatch.batch import Step
 from megabatch.config import Config, Noise
 from megabatch.launch import run_local
 from megabatch.noise import NoiseScale, following_batch
+from megabatch.runs.folder import State
+from megabatch.sync.control import StepNumbers
 from megabatch.training import train
 
 
@@ -65,6 +68,34 @@ def test_it_settles():
 
 def test_it_stays_while_the_scale_is_unknown():
     assert following_batch(FOLLOWING, 64, None) == 64
+
+
+class Scales:
+    """A noise scale that was made up, step by step."""
+
+    def __init__(self, scales):
+        self._scales, self.scale = iter(scales), None
+
+    def update(self, *step):
+        self.scale = next(self._scales)
+
+
+def test_a_batch_at_the_edge_of_halving_does_not_alternate():
+    """A step's numbers are read one step later, when the next has its batch: a scale that touches
+    the edge for one step must not leave every other step with another batch."""
+    scales = [129.0] * 4 + [127.0] + [200.0] * 20
+    state = State(noise=Scales(scales), batch=256)
+    waiting, taken = [], []
+    for number in range(len(scales)):
+        step = Step(number, number, state.batch, 0.0, 0)
+        taken.append(step.batch)
+        waiting.append(
+            StepNumbers(step, 1.0, False, state.proposed, 1.0, 0.0, 0.0, 1.0, 1.0, False)
+        )
+        if len(waiting) > 1:
+            state.learn(waiting.pop(0), FOLLOWING)
+    assert taken[0] == 256 and taken[-1] == 128
+    assert taken == sorted(taken, reverse=True)
 
 
 # A share so large that the batch grows as fast as it may.

@@ -79,7 +79,9 @@ class State:
         )
         if config.noise.follow:
             self.batch = numbers.batch or batch
-            self.proposed = following_batch(config, self.batch, self.noise.scale)
+            # What was proposed last: this step's batch is from before it, and two proposals in
+            # turn, one for every other step, would each wait for the scale to reach an edge.
+            self.proposed = following_batch(config, self.proposed or self.batch, self.noise.scale)
 
     def beaten_by(self, evaluation: dict[str, float]) -> bool:
         """Whether it is the best so far; the first one is, also with nothing right."""
