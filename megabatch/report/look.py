@@ -112,7 +112,7 @@ header{padding-top:28px}
 h1{font-size:26px;line-height:1.2;letter-spacing:-.015em;margin:0 0 4px;overflow-wrap:anywhere}
 h2{font-size:18px;letter-spacing:-.01em;margin:0 0 4px}
 h3{font-size:14px;margin:20px 0 8px;display:flex;align-items:center;gap:8px;overflow-wrap:anywhere}
-p{margin:0 0 10px}.note,.soft{color:var(--soft)}.note{max-width:72ch}
+p{margin:0 0 10px;overflow-wrap:anywhere}.note,.soft{color:var(--soft)}.note{max-width:72ch}
 nav{position:sticky;top:0;z-index:5;display:flex;flex-wrap:wrap;gap:2px 16px;margin-top:14px;
 padding:9px 0;border-bottom:1px solid var(--line);background:var(--bg);white-space:nowrap}
 header{display:contents}header>*{max-width:1180px;margin-left:auto;margin-right:auto}
@@ -169,7 +169,7 @@ color:var(--ink);overflow-wrap:anywhere;text-align:left}
 .key button{background:var(--card);border:1px solid var(--line);border-radius:99px;
 padding:3px 11px;cursor:pointer}
 .key button[aria-pressed=false]{opacity:.45;text-decoration:line-through}
-.key span{color:var(--soft);margin-right:8px}
+.key span{color:var(--soft);margin-right:8px;overflow-wrap:anywhere}
 .dot{flex:none;display:inline-block;width:10px;height:10px;border-radius:50%;background:var(--c)}
 td .dot,th .dot{margin-right:7px}.box{border-radius:3px}
 .ramp{display:inline-block;width:120px;height:10px;border-radius:3px}
@@ -180,8 +180,8 @@ max-width:230px;display:grid;grid-auto-rows:var(--row)}
 .heat .names span{overflow:hidden;text-overflow:ellipsis;white-space:nowrap;text-align:right;
 direction:rtl;line-height:var(--row)}
 .heat .plot{margin:0 0 20px;height:auto}
-.versus{display:grid;grid-template-columns:max-content minmax(0,1fr) max-content;
-gap:0 14px;align-items:center;font-size:13px;margin-top:8px}
+.versus{display:grid;grid-template-columns:fit-content(40%) minmax(0,1fr) max-content;
+gap:0 14px;align-items:center;font-size:13px;margin-top:8px;overflow-wrap:anywhere}
 .track{position:relative;height:22px}.track i{position:absolute}
 .track .zero{top:0;bottom:0;border-left:1px dashed var(--soft)}
 .track .reach{top:50%;border-top:1.5px solid var(--c0);opacity:.75}

@@ -13,7 +13,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from browser import CHROMIUM, Browser
 from run_folders import evaluation_line, layer_line, made_up, real_run, step_line
-from studies import made_up_run
+from studies import changed, made_up_run
 
 from megabatch.report.figure import error_figure
 from megabatch.report.run import report
@@ -271,6 +271,19 @@ def test_differences_end_below_each_other(browser, study):
         " return words.getBoundingClientRect().right })"
     )
     assert len(ends) == 2 and ends[0] == pytest.approx(ends[1], abs=0.5)
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_the_longest_name_of_an_arm_fits_a_phone(browser, tmp_path, finishes):
+    made_up_run(tmp_path, 64, 0, 0.9)
+    folder = made_up_run(tmp_path, 64, 0, 0.5, arm="long" * 25)
+    if not finishes:
+        (folder / "summary.json").unlink()
+        changed(folder / "trial.json", failure="it diverged")
+    page = tmp_path / "report.html"
+    page.write_text(study_page(results.read(tmp_path)))
+    browser.show(page, PHONE)
+    assert browser.run("document.documentElement.scrollWidth") == PHONE
 
 
 def test_pointing_at_a_batch_tells_its_values(browser, study):
