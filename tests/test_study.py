@@ -307,7 +307,12 @@ def test_a_search_runs_without_the_validation_images(tmp_path, monkeypatch):
     plan = Plan({(RECIPE, 64): config}, range(1), rates=(0.5, 1.0))
     cluster = mb.Cluster.from_env(device="cpu")
     searching = sweep.Sweep(
-        tmp_path, cluster, print, keep_checkpoints=False, verbose=False, told=sweep.Told()
+        tmp_path,
+        cluster,
+        print,
+        keep_checkpoints=False,
+        verbose=False,
+        progress=sweep.StudyProgress(),
     )
     assert searching.run_all(plan.search(), "the search") == "finished"
     assert all(run.finished for run in read(tmp_path).tried)
@@ -574,9 +579,9 @@ def test_a_study_that_goes_on_in_another_world_does_not_repeat_itself(tmp_path):
     plan = Plan(
         {(RECIPE, 64): mb.recipes.named("digits", epochs=0.2, batch=64)}, range(2), probe=True
     )
-    cluster, said, told = mb.Cluster.from_env(device="cpu"), [], sweep.Told()
+    cluster, said, progress = mb.Cluster.from_env(device="cpu"), [], sweep.StudyProgress()
     for _ in range(2):
-        assert sweep.study(plan, tmp_path, cluster, said.append, told=told) == "finished"
+        assert sweep.study(plan, tmp_path, cluster, said.append, progress=progress) == "finished"
     for begin in ("a probe of the noise: 1", "forecast: ", "the probe does not", "the runs: 2"):
         assert sum(line.startswith(begin) for line in said) <= 1
     assert [line for line in said if line.startswith("the runs")] == ["the runs: 2"]

@@ -84,19 +84,19 @@ class TimeLeft:
         return found
 
 
-class Told:
-    """What a worker has said of a study, and the paces it saw: both last as long as it does, over
-    all worlds that it meets in."""
+class StudyProgress:
+    """What a worker has spoken of, and the paces of the runs it saw: both last as long as it does,
+    over all worlds that it meets in."""
 
     def __init__(self) -> None:
         self.left = TimeLeft()
-        self._said = set[str]()
+        self._subjects = set[str]()
 
     def once(self, say: Say, words: str, about: str | None = None) -> None:
         """Say it, unless that was said before, or something else `about` the same."""
         about = words if about is None else about
-        if about not in self._said:
-            self._said.add(about)
+        if about not in self._subjects:
+            self._subjects.add(about)
             say(words)
 
 
@@ -127,31 +127,31 @@ def study(
     retry: bool = False,
     keep_checkpoints: bool = False,
     verbose: bool = False,
-    told: Told | None = None,
+    progress: StudyProgress | None = None,
 ) -> str:
     """Run what is not finished yet: the probe, the search for rates, then the runs themselves.
 
     Every worker of the cluster calls it, again where it raised Regroup or a worker was lost, then
-    without `retry` and with what was `told` before. Returns how it ended: finished or stopped (on
-    request; the run that was under way then has a checkpoint).
+    without `retry` and with the `progress` of the time before. Returns how it ended: finished or
+    stopped (on request; the run that was under way then has a checkpoint).
     """
-    told = told or Told()
+    progress = progress or StudyProgress()
     with _held(out, cluster):
         if retry:
             cluster.agree(partial(_forget_failures, plan, out))
-        sweep = Sweep(out, cluster, say, keep_checkpoints, verbose, told)
+        sweep = Sweep(out, cluster, say, keep_checkpoints, verbose, progress)
         searching, running = plan.search(), plan.runs({})
         if plan.probe:
             then = [*searching, *running]
             if sweep.run_all(plan.probes(), "a probe of the noise", then) == "stopped":
                 return "stopped"
-            told.once(say, cluster.agree(lambda: read(out).forecast_in_words()))
+            progress.once(say, cluster.agree(lambda: read(out).forecast_in_words()))
         if plan.rates and sweep.run_all(searching, "the search for rates", running) == "stopped":
             return "stopped"
         # Those of an earlier search too: a study that grows keeps its rates.
         factors, lines = cluster.agree(lambda: _chosen_rates(out))
         for line in lines:
-            told.once(say, line)
+            progress.once(say, line)
         return sweep.run_all(plan.runs(factors), "the runs")
 
 
@@ -176,11 +176,11 @@ class Sweep:
         say: Say,
         keep_checkpoints: bool,
         verbose: bool,
-        told: Told,
+        progress: StudyProgress,
     ) -> None:
         self._out, self._cluster, self._say = out, cluster, say
         self._keep, self._verbose = keep_checkpoints, verbose
-        self._images, self._told = OpenedImages(cluster), told
+        self._images, self._progress = OpenedImages(cluster), progress
 
     def run_all(self, trials: list[Trial], what: str, then: Sequence[Trial] = ()) -> str:
         """Run those that have not ended yet; returns how that went: finished or stopped. What is to
@@ -191,14 +191,14 @@ class Sweep:
         waiting = [trial for trial, now in zip(trials, states, strict=True) if now not in over]
         ended = len(trials) - len(waiting)
         later = cluster.agree(lambda: [trial for trial in then if not has_ended(out / trial.name)])
-        self._told.once(say, f"{what}: {_plan_in_words(states)}", about=what)
+        self._progress.once(say, f"{what}: {_plan_in_words(states)}", about=what)
         for number, trial in enumerate(waiting):
             place, began = out / trial.name, time.monotonic()
             cluster.agree(partial(write_label, place, trial))
             # One that came in the last moments of a run, on any worker, stops the next.
             if any(cluster.gather(stop_is_kept())):
                 return "stopped"
-            left = self._told.left.of([*waiting[number:], *later])
+            left = self._progress.left.of([*waiting[number:], *later])
             say(
                 f"run {ended + number + 1} of {len(trials)}: {trial.name}"
                 + (f"; left {clock(left)}" if left is not None else "")
@@ -207,7 +207,7 @@ class Sweep:
             if summary is not None and summary.ended == "stopped":
                 return "stopped"
             if summary is not None:  # its own seconds count those before it was resumed too
-                self._told.left.ran(trial, max(summary.seconds, time.monotonic() - began))
+                self._progress.left.ran(trial, max(summary.seconds, time.monotonic() - began))
             self._ended(trial, failure)
             say(f"{trial.name}: {_in_words(trial, summary, failure)}")
             if failure is not None and supervised() is not None:

@@ -106,7 +106,7 @@ def run(arguments: list[str]) -> int:
     plan, flags = read_flags(recipe, arguments[1:])
     if not under_launcher():
         own = [config for (arm, _), config in plan.configs.items() if arm == RECIPE]
-        for sentence in dict.fromkeys(said for config in own for said in doubts(recipe, config)):
+        for sentence in dict.fromkeys(each for config in own for each in doubts(recipe, config)):
             say(sentence, progress=True)
     name = next(iter(plan.configs.values())).name
     out = flags.out or f"runs/study-{name}"
@@ -131,9 +131,9 @@ def run(arguments: list[str]) -> int:
 def study_here(plan: Plan, out: str, flags: SweepFlags) -> tuple[bool, str]:
     """The work of one worker: whether it is the first, and how the study ended."""
     from megabatch.runs.progress import say, to_people
-    from megabatch.study.sweep import Told, study
+    from megabatch.study.sweep import StudyProgress, study
 
-    told = Told()
+    progress = StudyProgress()
 
     def run(cluster: Cluster, passage: Passage[Any]) -> tuple[bool, str]:
         console = to_people(not cluster.first)
@@ -145,7 +145,7 @@ def study_here(plan: Plan, out: str, flags: SweepFlags) -> tuple[bool, str]:
             retry=flags.retry and not passage.again,
             keep_checkpoints=flags.keep_checkpoints,
             verbose=flags.verbose,
-            told=told,
+            progress=progress,
         )
 
     cluster = meet(None, flags.device)
