@@ -13,6 +13,7 @@ from megabatch.bench.step import one_worker
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data, OptimizerConfig
 from megabatch.data.loader import MicroBatch
+from megabatch.errors import UserError
 from megabatch.models.resnet import BasicBlock, Bottleneck, ResNet
 from megabatch.parts import assemble, prepared
 from megabatch.passes import kinds as passes
@@ -90,6 +91,22 @@ def test_the_pass_is_the_plain_net(block, wide, span):
     # last stage one is some per cent of the gradient. That is by chance, a wrong kernel is not.
     limit = 1e-3 if GPU else 1e-4
     assert min(farthest(seed) for seed in range(1, 5 if GPU else 2)) < limit
+
+
+@pytest.mark.parametrize("images,span,error,says", [
+    (2, 1, UserError, "one value a channel"), (3, 2, ValueError, "not a multiple of the span"),
+])  # fmt: skip
+def test_kernels_refuse_what_the_plain_net_refuses(images, span, error, says):
+    """Of one value there is no variance: kernels would make it 0, and train on."""
+    from megabatch.models.fused import ResNetPass
+
+    net = small(BasicBlock)
+    inputs = torch.randn(images, 3, 32, 32, device=DEVICE)
+    with pytest.raises(error, match=says):
+        ResNetPass(net, torch.float32, span)(inputs)
+    use_spans(net, span)
+    with pytest.raises(error, match=says):
+        net(inputs)
 
 
 @LONG

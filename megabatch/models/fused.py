@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from megabatch.batchnorm import ONE_VALUE
+from megabatch.errors import UserError
 from megabatch.kernels import fold, gram, stem
 from megabatch.kernels.batchnorm import affine_of_slots
 from megabatch.kernels.batchnorm_backward import join
@@ -212,8 +214,10 @@ class ResNetPass:
         """Logits, and each span's means and unbiased variances (spans x those of all batch norms,
         in the order of the net's modules)."""
         span = min(self.span, len(images))
-        shape = (len(images) // span, self._length)
-        statistics = torch.empty(shape, dtype=torch.float32, device=images.device)
+        spans, rest = divmod(len(images), span)
+        if rest:
+            raise ValueError(f"{len(images)} images are not a multiple of the span, {span}")
+        statistics = torch.empty((spans, self._length), dtype=torch.float32, device=images.device)
         conv, norm = self._stem
         before = Handover()
         x = _RunStem.apply(  # type: ignore[no-untyped-call]
@@ -225,6 +229,8 @@ class ResNetPass:
                 x, block, span, statistics, before, after, *block.parameters()
             )
             before = after
+        if span * x.shape[2] * x.shape[3] == 1:  # as the plain layers refuse it
+            raise UserError(ONE_VALUE)
         logits: Tensor = _RunHead.apply(  # type: ignore[no-untyped-call]
             x, self._fc_half, self._fc.weight, self._fc.bias
         )
