@@ -96,6 +96,14 @@ def test_kernels_run_a_resnet_as_it_is_bundled_and_no_other(monkeypatch):
         lambda net: setattr(net.layer2, "0", nn.Identity()),
         lambda net: net.layer3[0].register_forward_hook(print),
         lambda net: net.fc.register_forward_pre_hook(print),
+        lambda net: net.fc.register_full_backward_hook(print),
+        lambda net: net.layer1.register_full_backward_pre_hook(print),
+        lambda net: net.conv1.weight.register_hook(print),
+        lambda net: net.conv1.weight.register_post_accumulate_grad_hook(print),
+        lambda net: setattr(net.layer1[0], "forward", net.layer1[0].forward),
+        lambda net: setattr(net.layer1[1].conv1, "weight", net.layer1[0].conv1.weight),
+        lambda net: setattr(net.layer1, "1", net.layer1[0]),
+        lambda net: nn.utils.parametrizations.weight_norm(net.layer2[0].conv1),
         lambda net: net.fc.requires_grad_(False),
     ):
         assert not runs(change)

@@ -106,8 +106,26 @@ def _as_bundled(net: ResNet, span: int) -> bool:
     with torch.device("meta"):
         bundled = ResNet(block, (one, two, three, four), net.fc.out_features, net.conv1.in_channels)
     use_spans(bundled, span)
-    heard = any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
-    return repr(net) == repr(bundled) and not heard
+    return repr(net) == repr(bundled) and not (_hung_on(net) or _shares_weights(net))
+
+
+def _hung_on(net: nn.Module) -> bool:
+    """Whether somebody listens to a module or a weight, or has put a forward of his own in a
+    module's place."""
+    of_modules = (
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        or "forward" in vars(m)
+        for m in net.modules()
+    )  # fmt: skip
+    of_weights = (p._backward_hooks or p._post_accumulate_grad_hooks for p in net.parameters())
+    return any(of_modules) or any(of_weights)
+
+
+def _shares_weights(net: nn.Module) -> bool:
+    """Whether a weight, or a layer, stands in two places: each has a half copy of its own, and an
+    update would reach one of them."""
+    places = [p for _, p in net.named_parameters(remove_duplicate=False)]
+    return len(places) > len(set(places))
 
 
 class PlainPass:
