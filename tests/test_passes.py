@@ -128,6 +128,54 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(world, monkeypatch, c
     assert said.count("\n") == 1 and "no kernel for that" in said and "--compile never" in said
 
 
+class Counting(nn.Module):
+    """Counts its passes and draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes += 1
+        return self.inner(x) * torch.rand(2)
+
+
+class Sloped(Counting):
+    """Looks where its images lead before it says what they are."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.inner(x).square().sum(), x, create_graph=True)
+        return super().forward(x + slope)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind,told", [(Counting, ""), (Sloped, "double backward")])
+def test_a_backward_that_cannot_be_compiled_runs_as_it_is(kind, told, world, monkeypatch, capsys):
+    """It is compiled when it first runs. What was tried before shows in nothing else."""
+    made = torch.compile
+    # Its second half alone costs seconds, and refuses what it refuses before.
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: made(*a, backend="aot_eager", **k))
+    torch._dynamo.reset()
+    found = {}
+    for wish in ("never", "always"):
+        torch.manual_seed(0)
+        net = kind()
+        cluster = Cluster(0, world, 0, world, CPU, (1, world))
+        run = choose_pass(Config(compile=wish), cluster, net, MovingAverages(net))
+        for _ in range(2):
+            passed = run(torch.ones(3, 1, 2, 2), torch.zeros(3, dtype=torch.long))
+            passed.loss.backward()
+        found[wish] = [passed.loss.detach(), net.passes, *(p.grad for p in net.parameters())]
+        run.close()
+    for one, other in zip(found["never"], found["always"], strict=True):
+        torch.testing.assert_close(one, other)
+    said = capsys.readouterr().err
+    assert told in said and said.count("cannot compile") == bool(told)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_a_user_got_wrong_is_not_blamed_on_the_compiler(capsys):
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))

@@ -147,6 +147,7 @@ class PlainPass:
         are compiled with it."""
         self._config, self._device, self._net, self._moving = config, device, net, moving
         self._classes, self._undo = classes, undo
+        self._rehearsed = undo is None
         self._run = torch.compile(self._as_it_is, dynamic=False) if as_one else self._as_it_is
         self.how = ""
         if undo:
@@ -156,6 +157,8 @@ class PlainPass:
 
     def __call__(self, images: Tensor, labels: Tensor) -> Found:
         try:
+            if not (self._rehearsed or self._being_captured()):
+                self._rehearse(images, labels)
             return self._run(images, labels)
         except Exception as error:
             if self._undo is None or isinstance(error, UserError) or self._being_captured():
@@ -169,6 +172,23 @@ class PlainPass:
                 file=sys.stderr,
             )
             return self._run(images, labels)
+
+    def _rehearse(self, images: Tensor, labels: Tensor) -> None:
+        """Once there and back, which counts for nothing: backward is compiled when it first runs,
+        and what fails there shows while the net can still run as it is."""
+        self._rehearsed = True
+        buffers = [(buffer, buffer.clone()) for buffer in self._net.buffers()]
+        devices = [self._device] if self._device.type == "cuda" else []
+        trained = [p for p in self._net.parameters() if p.requires_grad]
+        try:
+            with torch.random.fork_rng(devices):
+                loss = self._run(images, labels).loss
+                if loss.requires_grad:
+                    torch.autograd.grad(loss, trained, allow_unused=True)
+        finally:
+            with torch.no_grad():
+                for buffer, as_it_was in buffers:
+                    buffer.copy_(as_it_was)
 
     def _as_it_is(self, images: Tensor, labels: Tensor) -> Found:
         config = self._config
