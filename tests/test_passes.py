@@ -3,16 +3,19 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from megabatch import kernels
+from megabatch.batch import Stage
 from megabatch.batchnorm import MovingAverages, use_spans
 from megabatch.cluster import Cluster
-from megabatch.config import Config
+from megabatch.config import Config, Data, LearningRate
 from megabatch.errors import UserError
-from megabatch.models.resnet import resnet18, resnet50
+from megabatch.models.resnet import resnet18, resnet34, resnet50
 from megabatch.models.small import small
 from megabatch.passes.compiling import compile_net
 from megabatch.passes.kinds import PlainPass, choose_pass, fusable
+from megabatch.training import train
 
 # What torch imports for its compiler warns.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -212,6 +215,50 @@ def test_compiled_on_one_worker_a_pass_finds_what_the_net_as_it_is_does():
     for what in (0, 1, 2, "gradients"):
         for one, other in zip(found["never", what], found["always", what], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Counts the graphs that are compiled, and makes nothing of them, which would take minutes."""
+    counter, made = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: made(*a, backend=counter, **k))
+    torch._dynamo.reset()
+    return counter
+
+
+def test_a_run_compiles_each_kind_of_pass_once(compiled):
+    """Of training, of evaluation and of its last, shorter pass; not once more after a switch of
+    the batch or an evaluation."""
+    config = Config(
+        model="small", batch=16, micro=8, span=4, epochs=3, eval_every=1, compile="always", ema=0.9,
+        stages=(Stage(1.0, 32), Stage(2.0, 8)), lr=LearningRate(warmup=0),
+        data=Data("synthetic", size=8, channels=1, classes=10, images=100),
+    ).check()  # fmt: skip
+    summary = train(config, quiet=True)
+    assert summary.steps > 10 and (100 - summary.seen // 3) % config.micro
+    assert compiled.frame_count == 3
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_equal_blocks_share_a_graph(compiled):
+    """ResNet-34 has 16 blocks of 7 kinds: the first one of a stage, and the others."""
+    net = resnet34(10, 1)
+    use_spans(net, 2)
+    two = Cluster(0, 2, 0, 2, CPU, (1, 2))
+    run = choose_pass(Config(compile="always", span=2), two, net, MovingAverages(net))
+    images, labels = torch.randn(4, 1, 32, 32), torch.randint(10, (4,))
+    found = []
+    for _ in range(2):  # the second time round nothing is new
+        run(images, labels).loss.backward()
+        found.append(compiled.frame_count)
+        with torch.no_grad():
+            net.eval()
+            for some in (images, images[:3]):
+                net(some)
+                found.append(compiled.frame_count)
+            net.train()
+    run.close()
+    assert found == [7, 14, 21, 21, 21, 21]
 
 
 def test_a_capture_that_fails_is_not_blamed_on_the_compiler(monkeypatch, capsys):
