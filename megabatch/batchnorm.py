@@ -15,13 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from megabatch import kernels
-from megabatch.errors import UserError
+from megabatch.errors import no_variance
 from megabatch.layers import replace_layers
-
-ONE_VALUE = (
-    "a batch norm sees one value a channel, which has no variance, where a span of one image meets "
-    "features of 1 x 1: raise --span, or --data.size"
-)
 
 
 class SpanBatchNorm(_BatchNorm):
@@ -76,7 +71,7 @@ class SpanBatchNorm(_BatchNorm):
         if rest:
             raise ValueError(f"{len(x)} images are not a multiple of the span, {span}")
         if span * x.numel() == x.shape[0] * x.shape[1]:
-            raise UserError(ONE_VALUE)
+            raise no_variance()
         if x.is_cuda and x.dim() == 4 and self.weight is not None and x.dtype != torch.float64:
             by_rows = _normalise_on(x.device)
             x = x.contiguous(memory_format=torch.channels_last)

@@ -24,6 +24,14 @@ class WorkerFailed(RuntimeError):
     """A local worker failed; the message names it and holds its own words."""
 
 
+def no_variance() -> UserError:
+    """Of a batch norm, by kernels or not."""
+    return UserError(
+        "a batch norm sees one value a channel, which has no variance, where a span of one image "
+        "meets features of 1 x 1: raise --span, or --data.size"
+    )
+
+
 def printable(words: str) -> str:
     """Words from a file or a name, with what moves a cursor or is no Unicode written out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from megabatch.batchnorm import ONE_VALUE
-from megabatch.errors import UserError
+from megabatch.errors import no_variance
 from megabatch.kernels import fold, gram, stem
 from megabatch.kernels.batchnorm import affine_of_slots
 from megabatch.kernels.batchnorm_backward import join
@@ -230,7 +229,7 @@ class ResNetPass:
             )
             before = after
         if span * x.shape[2] * x.shape[3] == 1:  # as the plain layers refuse it
-            raise UserError(ONE_VALUE)
+            raise no_variance()
         logits: Tensor = _RunHead.apply(  # type: ignore[no-untyped-call]
             x, self._fc_half, self._fc.weight, self._fc.bias
         )
