@@ -10,10 +10,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from megabatch import models
-from megabatch.bench import rivals
+from megabatch.bench import optim, rivals, step
 from megabatch.bench.steady import noted, unsteady
 from megabatch.cli import main
 from megabatch.config import Config, Data
+from megabatch.optim import lars_host
+from megabatch.planner import load
 
 CPU = torch.device("cpu")
 CONFIG = Config(
@@ -47,6 +49,7 @@ def test_bench_optim_prints_each_optimiser_beside_its_floor(capsys):
         (["--export", "no/net.json"], "name a file in a folder that is there"),
         (["--export", "net.txt"], "the name of a workload ends with .json"),
         (["--micro", "0"], "--micro is 0"),
+        (["--passes", "0"], "--passes is 0"),
         (["--seconds", "0"], "--seconds is 0"),
     ],
 )
@@ -58,6 +61,54 @@ def test_bench_step_refuses_before_it_measures(flags, says, tmp_path, monkeypatc
     assert says in said.err and len(said.err.splitlines()) == 1 and said.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["notes.json"]
     assert (tmp_path / "notes.json").read_text() == '{"mine": 1}'
+
+
+@pytest.mark.parametrize(
+    ("flags", "images", "told"),
+    [
+        ([], 4, "written to machine.json"),
+        (["--size", "8"], 4, "written to machine.json"),
+        (["--size", "16"], 4, "not written to machine.json: these are of images of 16 px"),
+        (["--passes", "3"], 12, "not written to machine.json: these are of steps of 3 passes"),
+    ],
+)
+def test_the_planner_gets_rates_of_what_it_takes_them_for(
+    flags, images, told, tmp_path, monkeypatch, capsys
+):
+    """One pass with its update, over images that the model was made for; others are shown."""
+    taken, train_step = [], step.train_step
+
+    def noted(parts, micro_batches, batch, **rates):
+        taken.append((len(micro_batches), batch))
+        return train_step(parts, micro_batches, batch, **rates)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(step, "train_step", noted)
+    monkeypatch.setattr(step, "time_of", lambda work, seconds, device: work() or 0.5)
+    assert main(["bench", "step", "--device", "cpu", "--micro", "4", *flags, "--json"]) == 0
+    said = capsys.readouterr()
+    (row,) = json.loads(said.out.splitlines()[-1])["rows"]
+    assert row["images_per_second"] == 2 * images and taken == [(images // 4, images)]
+    assert told in said.err
+    written = (tmp_path / "machine.json").exists()
+    assert written is told.startswith("written")
+    if written:
+        (rate,) = load("machine.json").rates
+        assert (rate.model, rate.micro, rate.images_per_second) == ("small", 4, 8.0)
+
+
+def test_bench_optim_steps_as_training_does(monkeypatch):
+    """With its layout and its freedom to round; on a CPU without a gate, which the host has read
+    there."""
+    seen = []
+    monkeypatch.setattr(
+        lars_host.FusedSGD, "__call__", lambda self, weights, *rest: seen.append((weights, rest))
+    )
+    net = models.build("small", 10, 1, 8).to(memory_format=torch.channels_last)
+    _, _, work = next(optim._contenders(net, "cpu"))
+    work()
+    assert {w for weights, _ in seen for w in weights} == set(net.parameters())
+    assert all(good is None for _, (_, _, _, good, _) in seen)
 
 
 def test_an_unsteady_machine_is_told_and_a_steady_one_is_not():

@@ -46,6 +46,8 @@ class StepFlags:
     """one of the bundled models; --export also takes package.file:thing, a module or its maker"""
     micro: tuple[int, ...] = (16, 32, 64, 128)
     """images in one pass, each measured"""
+    passes: int = 1
+    """micro-batches in one step; small ones run side by side on a GPU"""
     span: int = 0
     """images that share batch-norm statistics (0: those of a pass)"""
     size: int = 0
@@ -88,13 +90,16 @@ def run(arguments: list[str]) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda was asked for but torch sees no GPU: use --device cpu")
+    unwritten = _unwritten(flags, usual)
+    if unwritten is None:
+        check_updatable(flags.out)
     rows, peak_shares, beside = [], [], []
     print(f"measuring {flags.model} on {device}", file=sys.stderr, flush=True)
     for micro in flags.micro:
         data = Data("synthetic", size=size, channels=channels, classes=classes)
         config = Config(
             model=flags.model,
-            batch=micro,
+            batch=flags.passes * micro,
             micro=micro,
             span=flags.span or micro,
             precision=flags.precision,
@@ -106,7 +111,7 @@ def run(arguments: list[str]) -> int:
         if flags.rivals:
             torch._dynamo.reset()  # each size has kernels of its own, not ones for all sizes
         with one_worker(config, torch.device(device)) as train:
-            rate, peak = _measured(train, micro, flags.seconds, device)
+            rate, peak = _measured(train, config.batch, flags.seconds, device)
             rows.append({"model": flags.model, "micro": micro, "images_per_second": rate})
             chip = torch.cuda.get_device_name() if device == "cuda" else ""
             reached = share_of_peak(chip, flags.model, size, channels, classes, rate)
@@ -120,14 +125,30 @@ def run(arguments: list[str]) -> int:
             found |= _compiled_rival(config, rate, flags.seconds) if device == "cuda" else {}
             found |= _floor(config, device, rate, flags.seconds)
             beside.append({"micro": micro, **found})
-    update(flags.out, {"compute": rows, "host": host(device), "sources": {"compute": _how(flags)}})
-    print(f"written to {flags.out}", file=sys.stderr)
+    if unwritten is None:
+        facts = {"host": host(device), "sources": {"compute": _how(flags)}}
+        update(flags.out, {"compute": rows, **facts})
+    print(unwritten or f"written to {flags.out}", file=sys.stderr)
     if flags.json:
-        with_peaks = [
-            {**row, "peak_share": reached} for row, reached in zip(rows, peak_shares, strict=True)
+        measured = [
+            {**row, "passes": flags.passes, "size": size, "peak_share": reached}
+            for row, reached in zip(rows, peak_shares, strict=True)
         ]
-        print(json.dumps({"rows": with_peaks, "rivals": beside, "out": flags.out}), flush=True)
+        out = flags.out if unwritten is None else None
+        print(json.dumps({"rows": measured, "rivals": beside, "out": out}), flush=True)
     return DONE
+
+
+def _unwritten(flags: StepFlags, usual: int) -> str | None:
+    """Why the rows are not for machine.json, if they are not: the planner takes them for times of
+    one pass with its update, over images that the model was made for."""
+    if flags.size not in (0, usual):
+        what = f"images of {flags.size} px, and the planner's {flags.model} has {usual}"
+    elif flags.passes > 1:
+        what = f"steps of {flags.passes} passes, and the planner wants one"
+    else:
+        return None
+    return f"not written to {flags.out}: these are of {what}"
 
 
 def _check(flags: StepFlags) -> None:
@@ -139,8 +160,9 @@ def _check(flags: StepFlags) -> None:
         return
     if not flags.micro or any(micro < 1 for micro in flags.micro):
         raise UserError(f"--micro is {' '.join(map(str, flags.micro))}; give 1 image and more")
+    if flags.passes < 1:
+        raise UserError(f"--passes is {flags.passes}; give 1 or more")
     check_seconds(flags.seconds)
-    check_updatable(flags.out)
 
 
 def _measured(
@@ -171,7 +193,7 @@ def _rivals_by_turns(config: Config, ours: Callable[[], None], seconds: float) -
     ):
         works = {"ours": ours, name: plain_step(config, cpu, compiled, tuned)}
         times = by_turns(works, seconds)
-        found[name] = theirs = config.micro / statistics.median(times[name])
+        found[name] = theirs = config.batch / statistics.median(times[name])
         times_ours = times_faster(times["ours"], times[name])
         print(f"  {name:26} {theirs:12,.1f} images/s  ours {times_ours:.2f} x", flush=True)
     return found
@@ -182,7 +204,7 @@ def _compiled_rival(config: Config, rate: float, seconds: float) -> dict[str, fl
     name = "compiled whole, SGD"
     torch._dynamo.reset()
     step = plain_step(config, torch.device("cuda"), compiled=True)
-    theirs, peak = _measured(step, config.micro, seconds, "cuda")
+    theirs, peak = _measured(step, config.batch, seconds, "cuda")
     print(f"  {name:26} {theirs:12,.1f} images/s  ours {rate / theirs:.2f} x{peak}", flush=True)
     return {name: theirs}
 
