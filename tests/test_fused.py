@@ -109,6 +109,25 @@ def test_kernels_refuse_what_the_plain_net_refuses(images, span, error, says):
         net(inputs)
 
 
+def test_more_classes_than_a_program_holds_are_left_to_torch(monkeypatch):
+    from megabatch.kernels import loss
+
+    torch.manual_seed(1)
+    images = torch.randn(2, 3, 32, 32, device=DEVICE)
+    labels = torch.randint(10, (2,), device=DEVICE)
+    found = []
+    for most in (10, 9):
+        monkeypatch.setattr(loss, "MOST_CLASSES", most)
+        net = small(BasicBlock)
+        run = passes.FusedPass(CONFIG, net)
+        assert (run._loss_and_counts is loss.cross_entropy) is (most == 10)
+        passed = run(images, labels)
+        passed.loss.backward()
+        found.append([*passed, net.fc.weight.grad])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
 @LONG
 @pytest.mark.parametrize("block", [Bottleneck, BasicBlock])
 def test_passes_that_are_under_way_together_do_not_meet(block):

@@ -1,6 +1,7 @@
 """Cross-entropy with label smoothing, its gradient and the top-1 and top-5 counts, in one launch.
 
-Each image has a program of its own: logits are read once, and nothing but the gradient is written.
+Each image has a program of its own, which holds all of its logits: they are read once, and nothing
+but the gradient is written.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+MOST_CLASSES = 1 << 15
+"""whose logits one program holds"""
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -26,7 +30,7 @@ class _CrossEntropy(torch.autograd.Function):
         block = triton.next_power_of_2(classes)
         _cross_entropy[(images,)](
             logits, labels, gradient, found, images, classes, logits.stride(0), gradient.stride(0),
-            smoothing, block, num_warps=4,
+            smoothing, block, num_warps=min(16, max(4, block // 2048)),
         )  # fmt: skip
         ctx.save_for_backward(gradient)
         counts = found.sum(1)
@@ -53,7 +57,7 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
     logits, labels, gradient, found, images, classes, pitch, gradient_pitch, smoothing,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    image = tl.program_id(0)
+    image = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < classes
     label = tl.load(labels + image)

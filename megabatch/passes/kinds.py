@@ -194,10 +194,7 @@ class PlainPass:
         config = self._config
         with autocast(config, self._device):
             logits = logits_of(self._net(images), labels, self._classes).to(full_dtype(config))
-        loss = cross_entropy(
-            logits, labels, reduction="sum", label_smoothing=config.label_smoothing
-        )
-        counted = counts(logits.detach(), labels, loss.detach())
+        loss, counted = _loss_and_counts(logits, labels, config.label_smoothing)
         return Found(loss, counted, self._moving.statistics(counted))
 
     def _being_captured(self) -> bool:
@@ -220,11 +217,13 @@ class FusedPass:
 
     def __init__(self, config: Config, net: nn.Module, classes: int = 1) -> None:
         # Here alone: these files import Triton, which not every machine has.
-        from megabatch.kernels.loss import cross_entropy
+        from megabatch.kernels.loss import MOST_CLASSES, cross_entropy
         from megabatch.models.fused import ResNetPass
 
         self._run = ResNetPass(net, HALF[config.precision], config.span)
-        self._cross_entropy, self._smoothing = cross_entropy, config.label_smoothing
+        few = net.get_parameter("fc.weight").shape[0] <= MOST_CLASSES
+        self._loss_and_counts = cross_entropy if few else _loss_and_counts
+        self._smoothing = config.label_smoothing
         self._classes = classes
 
     @property
@@ -234,7 +233,7 @@ class FusedPass:
     def __call__(self, images: Tensor, labels: Tensor) -> Found:
         logits, statistics = self._run(images)
         logits = logits_of(logits, labels, self._classes)
-        loss, counted = self._cross_entropy(logits, labels, self._smoothing)
+        loss, counted = self._loss_and_counts(logits, labels, self._smoothing)
         return Found(loss, counted, statistics.mean(0))
 
     def refresh(self) -> None:
@@ -242,6 +241,13 @@ class FusedPass:
 
     def close(self) -> None:
         """The net was not changed."""
+
+
+def _loss_and_counts(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """The sum of the losses, and the counts: the plain twin of the one in kernels/loss.py."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+    return loss, counts(logits.detach(), labels, loss.detach())
 
 
 def logits_of(output: Any, labels: Tensor, classes: int = 1) -> Tensor:
