@@ -24,20 +24,22 @@ def numbers_of(images: Tensor, mirrored: Tensor | None, offset: Tensor, scale: T
         raise ValueError("bytes become numbers channels last")
     out = torch.empty_like(images, dtype=torch.float32, memory_format=torch.channels_last)
     length = height * width * channels
-    _numbers[(triton.cdiv(length, _BLOCK), count)](
-        images, mirrored, offset, scale, out, length, width, channels, mirrored is not None, _BLOCK,
-        num_warps=4,
+    blocks = triton.cdiv(length, _BLOCK)
+    # One after the other: a grid's second side ends at 65,535.
+    _numbers[(count * blocks,)](
+        images, mirrored, offset, scale, out, blocks, length, width, channels,
+        mirrored is not None, _BLOCK, num_warps=4,
     )  # fmt: skip
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(  # type: ignore[no-untyped-def]
-    images, mirrored, offset, scale, out, length, width, CHANNELS: tl.constexpr,
+    images, mirrored, offset, scale, out, blocks, length, width, CHANNELS: tl.constexpr,
     MIRROR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    image = tl.program_id(1)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    image = tl.program_id(0) // blocks
+    place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = place < length
     channel = place % CHANNELS
     source = place
