@@ -72,11 +72,64 @@ def test_batchnorm(n, c, h, w, span, dtype, relu, add, device):
         close(found, right, 5 * tolerance)
 
 
-def test_variance_survives_a_large_mean(device):
+@pytest.fixture
+def few_programs(monkeypatch):
+    """So few that each has several tiles of each of several parts, as with a real batch: there are
+    hundreds, and small tensors give each of them one."""
+    from megabatch.kernels import batchnorm, batchnorm_backward, fold, rows, stem
+
+    few = rows.ByWidth(rows.Programs(16, 64, 4, 4), rows.Programs(16, 64, 4, 8))
+    for module in (batchnorm, batchnorm_backward, stem):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, rows.ByWidth):
+                monkeypatch.setattr(module, name, few)
+    monkeypatch.setattr(fold, "_ROWS", 16)
+    monkeypatch.setattr(fold, "_PROGRAMS", 4)
+    x = torch.empty(4, 64, 5, 5).contiguous(memory_format=torch.channels_last)
+    cut, programs, _ = rows.rows_of(x, 2, batchnorm.MOMENTS)
+    assert cut.parts == 2 and cut.each == 2 * programs.rows
+
+
+@pytest.mark.parametrize("n,c,h,w,span,dtype", CASES)
+@pytest.mark.parametrize("relu,add", [(True, False), (True, True)])
+@pytest.mark.usefixtures("few_programs")
+def test_batchnorm_in_several_tiles(n, c, h, w, span, dtype, relu, add, device):
+    test_batchnorm(n, c, h, w, span, dtype, relu, add, device)
+
+
+def test_joined_gradients_and_both_residuals(device):
+    """A sum of two gradients, and a residual with an affine map of its own."""
+    from megabatch.kernels.batchnorm import Affine, apply
+    from megabatch.kernels.batchnorm_backward import join
+
+    torch.manual_seed(0)
+    x, residual, result = (drawn((4, 40, 5, 3), torch.float32, device) for _ in range(3))
+    joined, slots = join(x, residual, result, 2)
+    wanted = (x.double() + residual.double()) * (result > 0)
+    close(joined, wanted, 1e-6)
+    close(slots.sum(1), wanted.view(2, 2, 40, -1).sum((1, 3)), 1e-6)
+    maps = [Affine(*torch.randn(4, 2, 40, device=device)) for _ in range(2)]
+    out, slots = apply(x, maps[0], 2, True, residual, maps[1], sums=True)
+    (a, b), (c, d) = (
+        (t.double().repeat_interleave(2, 0)[:, :, None, None] for t in (m.scale, m.shift))
+        for m in maps
+    )
+    wanted = (x * a + b + residual * c + d).relu()
+    close(out, wanted, 1e-6)
+    close(slots.sum(1), wanted.view(2, 2, 40, -1).sum((1, 3)), 1e-6)
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_joined_gradients_and_both_residuals_in_several_tiles(device):
+    test_joined_gradients_and_both_residuals(device)
+
+
+@pytest.mark.parametrize("n", [8, 128])
+def test_variance_survives_a_large_mean(n, device):
     from megabatch.kernels.span_norm import normalise
 
     torch.manual_seed(0)
-    x = drawn((8, 64, 6, 6), torch.float32, device, shift=300)
+    x = drawn((n, 64, 6, 6), torch.float32, device, shift=300)
     one, zero = torch.ones(64, device=device), torch.zeros(64, device=device)
     _, found = normalise(x, one, zero, 4)
     _, wanted = normalise_plain(x.double(), one.double(), zero.double(), 4)
@@ -157,26 +210,70 @@ def test_gram(n, w, k, h, span, dtype, kind, device):
         close(one, other.view_as(one), 5 * tolerance)
 
 
+@pytest.fixture
+def one_program_a_column(monkeypatch):
+    """Which goes from tile to tile, as on a chip whose multiprocessors are all at work."""
+    from megabatch.kernels import gram, pointwise
+
+    def grid(tile, tiles, columns, device):
+        assert tile.programs and tiles > 1
+        return (-(-columns // tile.columns),)
+
+    for module in (gram, pointwise):
+        monkeypatch.setattr(module, "launch_grid", grid)
+
+
+@pytest.mark.parametrize("kind", ["identity", "shortcut"])
+@pytest.mark.usefixtures("one_program_a_column")
+def test_gram_from_tile_to_tile(kind, device):
+    inputs, outputs = (128, 128) if kind == "identity" else (64, 192)
+    test_gram(4, inputs, outputs, 9, 2, torch.float16, kind, device)
+
+
 @pytest.mark.parametrize("stride", [0, 1, 2])
-@pytest.mark.parametrize("h,w", [(6, 6), (7, 5)])
-def test_descend(stride, h, w, device):
+@pytest.mark.usefixtures("one_program_a_column")
+def test_descend_from_tile_to_tile(stride, device):
+    test_descend(stride, 9, 7, torch.float16, device)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("n,h,w,span", [(4, 7, 5, 2), (8, 33, 9, 8)])
+def test_pick(stride, n, h, w, span, device):
+    """Of rows in several tiles and parts, too."""
     from megabatch.kernels import pointwise
 
     torch.manual_seed(0)
+    x = drawn((n, 40, h, w), torch.float32, device)
+    few, slots = pointwise.pick(x, span, stride)
+    wanted = x[:, :, ::stride, ::stride]
+    assert torch.equal(few, wanted) and few.is_contiguous(memory_format=torch.channels_last)
+    sums = wanted.double().sum((2, 3)).view(n // span, span, -1).sum(1)
+    close(slots.sum(1), sums, 1e-5)
+
+
+@pytest.mark.parametrize("stride", [0, 1, 2])
+@pytest.mark.parametrize("h,w,dtype", [
+    (6, 6, torch.float32), (7, 5, torch.float32), (6, 6, torch.float16),
+])  # fmt: skip
+def test_descend(stride, h, w, dtype, device):
+    from megabatch.kernels import pointwise
+
+    torch.manual_seed(0)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-3
     n, span, inputs, outputs = 4, 2, 64, 192
-    d_y = drawn((n, inputs, h, w), torch.float32, device)
-    weight = torch.randn(inputs, outputs, device=device)
-    mask = drawn((n, outputs, h, w), torch.float32, device).relu_()
+    d_y = drawn((n, inputs, h, w), dtype, device)
+    weight = torch.randn(inputs, outputs, device=device).to(dtype)
+    mask = drawn((n, outputs, h, w), dtype, device).relu_()
     wanted = torch.nn.functional.conv2d(d_y.double(), weight.double().T[:, :, None, None])
     added = None
     if stride:
         few = ((h - 1) // stride + 1, (w - 1) // stride + 1)
-        added = drawn((n, outputs, *few), torch.float32, device)
+        added = drawn((n, outputs, *few), dtype, device)
         wanted[:, :, ::stride, ::stride] += added.double()
     wanted = wanted * (mask > 0)
     found, slots = pointwise.descend(d_y, weight, mask, span, added, max(stride, 1))
-    close(found, wanted, 1e-5)
-    close(slots.sum(1), wanted.sum((2, 3)).view(2, 2, -1).sum(1), 1e-5)
+    close(found, wanted, tolerance)
+    close(slots.sum(1), wanted.sum((2, 3)).view(2, 2, -1).sum(1), tolerance)
 
 
 @pytest.mark.parametrize("n,c,h,w,span", [(4, 64, 8, 8, 2), (2, 40, 7, 9, 1), (2, 64, 5, 6, 2)])
@@ -202,6 +299,36 @@ def test_stem(n, c, h, w, span, dtype, device):
     # In half precision two values of a window may round to one: then another place is as right.
     for one, other in zip(gradients, right, strict=True):
         close(one, other, 5 * tolerance if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_stem_in_several_tiles(device):
+    test_stem(2, 64, 17, 18, 1, torch.float32, device)
+
+
+def test_of_equal_pixels_the_first_is_the_greatest(device):
+    """As torch has it: its gradient goes to one of them."""
+    from megabatch.kernels import stem
+    from megabatch.kernels.batchnorm import Affine
+
+    torch.manual_seed(0)
+    x = drawn((2, 64, 9, 8), torch.float32, device).round()
+    one, zero = torch.ones(2, 64, device=device), torch.zeros(2, 64, device=device)
+    out, _, places = stem.pool(x, Affine(one, zero, zero, one), 1)
+    wanted, where = max_pool2d(x.relu(), 3, 2, 1, return_indices=True)
+    assert torch.equal(out, wanted)
+    down, right = (torch.arange(side, device=device) * 2 - 1 for side in out.shape[2:])
+    found = (down[:, None] + places // 3) * 8 + right + places % 3
+    assert torch.equal(found[out > 0], where[out > 0])
+
+
+def test_of_equal_logits_the_first_counts_as_the_better_one(device):
+    from megabatch.kernels.loss import cross_entropy
+
+    _, found = cross_entropy(
+        torch.zeros(4, 7, device=device), torch.tensor([0, 1, 4, 5], device=device)
+    )
+    assert found[1:].tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -334,3 +461,8 @@ def test_fold(n, h, w, span, dtype, channels, device):
     (right,) = torch.autograd.grad(wanted, exact[1], d_y.double())
     found = fold.unfold_weight(fold.weight_gradient(folded, d_y), channels)
     close(found, right, 1e-4 if dtype == torch.float32 else 3e-3)
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_fold_in_several_tiles(device):
+    test_fold(4, 15, 18, 2, torch.float32, 3, device)
