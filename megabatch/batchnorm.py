@@ -106,6 +106,8 @@ class SpanBatchNorm(_BatchNorm):
             place = both, mean, var
             if not compiling:
                 self._place = place
+        else:
+            place[0].zero_()  # what was there counts 0 times, and that of an overflow is no number
         return place
 
     def _one_span(

@@ -110,6 +110,21 @@ def test_statistics_are_the_mean_over_spans():
     assert len(found) == MovingAverages(net).length == 10
 
 
+@pytest.mark.parametrize("span", [4, 2])
+@pytest.mark.parametrize("dims", [1, 2])
+def test_statistics_of_an_overflow_are_forgotten(dims, span):
+    """The next pass writes over them: a number that is none, times 0, would stay for ever."""
+    _, net = pair(span, dims)
+    x = torch.randn((4, 5) + (3,) * (2 * dims - 2), dtype=torch.float64)
+    net(x)
+    wanted = net[0].take().clone()
+    for bad in (torch.inf, torch.nan):
+        net(x * bad)
+        assert not net[0].take().isfinite().any()
+        net(x)
+        assert torch.equal(net[0].take(), wanted)
+
+
 def test_forward_alone_moves_nothing():
     _, net = pair(span=4)
     before = net[0].running_mean.clone()

@@ -233,6 +233,10 @@ def test_a_captured_pass_gives_the_same_bits():
         {"graphs": "always"},
         {"optimizer": OptimizerConfig("muon")},
         {"optimizer": OptimizerConfig("lamb")},
+        {"precision": "fp16", "loss_scale": None, "half_weights": True},
+        {"precision": "fp16", "loss_scale": None, "compile": "never"},
+        {"ema": 0.9},
+        {"deterministic": True},
     ],
 )
 def test_no_step_waits_for_the_device(changes):
