@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from megabatch.config import Config
 from megabatch.optim import NORMALISATIONS
@@ -35,12 +36,13 @@ def autocast(config: Config, device: torch.device) -> contextlib.AbstractContext
 
 def _half_weights(net: nn.Module, config: Config) -> dict[str, nn.Parameter]:
     """The weights that are kept in half precision, by name: none unless the config says so, and
-    never those of normalisation layers. One that two layers share has one name."""
+    never those of normalisation layers or those that a parametrization makes weights of, by means
+    of its own. One that two layers share has one name."""
     found: dict[nn.Parameter, str] = {}
     if config.half_weights:
         for prefix, module in net.named_modules():
             for name, weight in module.named_parameters(recurse=False):
-                if not isinstance(module, NORMALISATIONS):
+                if not isinstance(module, (*NORMALISATIONS, ParametrizationList)):
                     found.setdefault(weight, f"{prefix}.{name}".lstrip("."))
     return {name: weight for weight, name in found.items()}
 

@@ -65,6 +65,21 @@ def test_half_precision_too_is_the_same_on_any_number_of_workers(precision):
     assert fingerprint(config, 1) == fingerprint(config, 3)
 
 
+@pytest.mark.parametrize("kind", ["spectral_norm", "weight_norm", "orthogonal"])
+def test_what_a_parametrization_makes_weights_of_stays_full(kind):
+    """A spectral norm has vectors of its own, in fp32."""
+    found = {}
+    for half_weights in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        getattr(nn.utils.parametrizations, kind)(net[1])
+        config = replace(CONFIG, precision="bf16", half_weights=half_weights)
+        config = replace(config, epochs=0.5, stages=())
+        found[half_weights] = train(config, net, quiet=True)
+        assert all(p.dtype == torch.float32 for p in net.parameters())
+    assert found[True].loss == pytest.approx(found[False].loss, rel=0.02)
+
+
 class Overflows(nn.Module):
     """Its gradient is infinite while the image at one position is in the batch."""
 
