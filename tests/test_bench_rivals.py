@@ -50,6 +50,8 @@ def test_bench_optim_prints_each_optimiser_beside_its_floor(capsys):
         (["--export", "net.txt"], "the name of a workload ends with .json"),
         (["--micro", "0"], "--micro is 0"),
         (["--passes", "0"], "--passes is 0"),
+        (["--micro", "4", "6", "--span", "4"], "micro 6 is not a multiple of span 4"),
+        (["--size", "-1"], "data.size is -1"),
         (["--seconds", "0"], "--seconds is 0"),
     ],
 )

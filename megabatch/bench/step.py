@@ -93,20 +93,12 @@ def run(arguments: list[str]) -> int:
     unwritten = _unwritten(flags, usual)
     if unwritten is None:
         check_updatable(flags.out)
+    data = Data("synthetic", size=size, channels=channels, classes=classes)
+    configs = [_config(flags, micro, data) for micro in flags.micro]  # all, before one is measured
     rows, peak_shares, beside = [], [], []
     print(f"measuring {flags.model} on {device}", file=sys.stderr, flush=True)
-    for micro in flags.micro:
-        data = Data("synthetic", size=size, channels=channels, classes=classes)
-        config = Config(
-            model=flags.model,
-            batch=flags.passes * micro,
-            micro=micro,
-            span=flags.span or micro,
-            precision=flags.precision,
-            compile=flags.compile,
-            graphs=flags.graphs,
-            data=data,
-        ).check()
+    for config in configs:
+        micro = config.micro
         found: dict[str, float] = {}
         if flags.rivals:
             torch._dynamo.reset()  # each size has kernels of its own, not ones for all sizes
@@ -137,6 +129,19 @@ def run(arguments: list[str]) -> int:
         out = flags.out if unwritten is None else None
         print(json.dumps({"rows": measured, "rivals": beside, "out": out}), flush=True)
     return DONE
+
+
+def _config(flags: StepFlags, micro: int, data: Data) -> Config:
+    return Config(
+        model=flags.model,
+        batch=flags.passes * micro,
+        micro=micro,
+        span=flags.span or micro,
+        precision=flags.precision,
+        compile=flags.compile,
+        graphs=flags.graphs,
+        data=data,
+    ).check()
 
 
 def _unwritten(flags: StepFlags, usual: int) -> str | None:
