@@ -23,6 +23,7 @@ from megabatch.config import Config
 from megabatch.data.loader import MicroBatch
 from megabatch.keyed import Purpose, keyed
 from megabatch.parts import Parts
+from megabatch.passes.compiling import as_it_is
 from megabatch.passes.kinds import logits_of
 from megabatch.precision import autocast, full_dtype
 from megabatch.sync.arriving import Arriving
@@ -30,7 +31,7 @@ from megabatch.sync.control import COUNTS, Control, StepNumbers, counts, without
 from megabatch.sync.summation import TreeSum
 from megabatch.tree import deal
 
-_UNWATCHED: AbstractContextManager[None] = nullcontext()
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def score(
     images: int,
     config: Config,
     cluster: Cluster,
-    waiting: AbstractContextManager[None] = _UNWATCHED,
+    waiting: AbstractContextManager[None] = _NOTHING,
 ) -> dict[str, float]:
     """Top-1, top-5 and loss over so many images, each counted once on whichever worker has it.
 
@@ -192,7 +193,8 @@ def score(
     total = TreeSum(COUNTS, like)
     total.begin(count, deal(count, cluster.world)[cluster.rank])
     for inputs, labels in micro_batches:
-        with autocast(config, cluster.device):
+        odd = len(inputs) < config.micro  # the last one
+        with autocast(config, cluster.device), as_it_is(net) if odd else _NOTHING:
             logits = logits_of(net(inputs), labels).to(like)
         total.push(counts(logits, labels, cross_entropy(logits, labels, reduction="sum")))
     with waiting:

@@ -3,6 +3,7 @@ while backward goes on with the ones before it. Or whole, where nothing leaves a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -27,6 +28,20 @@ def compile_net(net: nn.Module, as_one: bool) -> Callable[[], None]:
             block._compiled_call_impl = None
 
     return undo
+
+
+@contextlib.contextmanager
+def as_it_is(net: nn.Module) -> Iterator[None]:
+    """While this lasts, what is compiled in a net runs uncompiled: for a pass of a shape that comes
+    once, whose compilation takes longer than it does."""
+    compiled = [(m, m._compiled_call_impl) for m in net.modules() if m._compiled_call_impl]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
