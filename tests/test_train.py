@@ -45,6 +45,44 @@ BITS = replace(
 )
 
 
+def coloured(count, size):
+    """Images that any net learns to tell apart: each class has a colour, in noise."""
+    draw = torch.Generator().manual_seed(count)
+    labels = torch.randint(4, (count,), generator=draw)
+    colours = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0]])[labels]
+    noise = torch.rand(count, 3, size, size, generator=draw)
+    return list(zip(0.3 * colours[:, :, None, None] + 0.7 * noise, labels.tolist(), strict=True))
+
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize(
+    "model,changes",
+    [
+        ("small", {"precision": "fp32"}),
+        ("small", {"precision": "bf16"}),
+        ("small", {"precision": "bf16", "half_weights": True}),
+        pytest.param("resnet18", {"precision": "fp32"}, marks=GPU),
+        pytest.param("resnet18", {"precision": "bf16"}, marks=GPU),
+        pytest.param("resnet18", {"precision": "bf16", "graphs": "never"}, marks=GPU),
+        pytest.param("resnet18", {"precision": "bf16", "compile": "never"}, marks=GPU),
+        pytest.param("resnet18", {"precision": "fp16", "half_weights": True}, marks=GPU),
+    ],
+)
+def test_what_training_learns_evaluation_sees(model, changes):
+    """In every precision and by every kind of pass: both look at the same weights."""
+    size = 64 if model == "resnet18" else 16
+    config = Config(
+        model=model, epochs=6, batch=64, micro=32, span=16, eval_every=1,
+        data=Data(size=size, channels=3, classes=4, val_share=0.2),
+        lr=LearningRate(reference=0.05, per=64, warmup=1),
+        optimizer=OptimizerConfig(trust=None, form="pytorch"), **changes,
+    ).check()  # fmt: skip
+    summary = mb.train(config, data=coloured(640, size), quiet=True)
+    assert summary.top1 > 0.9 and summary.loss < 0.5
+
+
 class WithDropout(nn.Module):
     """A module of someone's own: torch's batch norm and dropout, and noise from torch's
     generator."""
