@@ -107,7 +107,9 @@ class SpanBatchNorm(_BatchNorm):
             if not compiling:
                 self._place = place
         else:
-            place[0].zero_()  # what was there counts 0 times, and that of an overflow is no number
+            # What was there counts 0 times, and that of an overflow is no number. By .data: where
+            # a layer is called twice, backward of the first call asks whether it was changed.
+            place[0].data.zero_()
         return place
 
     def _one_span(

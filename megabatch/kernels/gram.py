@@ -163,14 +163,14 @@ def _covary(  # type: ignore[no-untyped-def]
     inputs_mean += span * INPUTS
     mu_j = tl.load(inputs_mean + j)
     w_row = weight + k[:, None] * INPUTS
-    share = 1.0 / rows
+    of_a_row = 1.0 / rows
     acc = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for first in range(0, INPUTS, DEPTH):
         i = first + tl.arange(0, DEPTH)
         mu_i = tl.load(inputs_mean + i)
         # A Gram matrix is its own transpose: tensor cores want tf32 along the sum's dimension.
         g = tl.load(grams + j[None, :] * INPUTS + i[:, None])
-        cov = g * share - mu_i[:, None] * mu_j[None, :]
+        cov = g * of_a_row - mu_i[:, None] * mu_j[None, :]
         w = tl.load(w_row + i[None, :], inside[:, None], 0).to(tl.float32)
         # As exact as fp32, on tensor cores: tf32 holds half weights whole and half of a covariance,
         # so that two products do; of full weights three.
