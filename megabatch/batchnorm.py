@@ -72,10 +72,13 @@ class SpanBatchNorm(_BatchNorm):
             raise ValueError(f"{len(x)} images are not a multiple of the span, {span}")
         if span * x.numel() == x.shape[0] * x.shape[1]:
             raise no_variance()
-        if x.is_cuda and x.dim() == 4 and self.weight is not None and x.dtype != torch.float64:
+        if _at_once(x):
             by_rows = _normalise_on(x.device)
             x = x.contiguous(memory_format=torch.channels_last)
-            normal, found = by_rows(x, self.weight, self.bias, span, self.eps, relu=False)
+            weight, bias = self.weight, self.bias
+            if weight is None:
+                weight, bias = x.new_ones(x.shape[1]), x.new_zeros(x.shape[1])
+            normal, found = by_rows(x, weight, bias, span, self.eps, relu=False)
             self._found[:] = [found.mean(0)]
             return normal
         # With momentum 1 the "moving averages" that a call updates are the batch's own statistics.
@@ -119,6 +122,11 @@ class SpanBatchNorm(_BatchNorm):
         return torch.batch_norm(
             x, weight, bias, mean, var, True, 1.0, self.eps, torch.backends.cudnn.enabled
         )
+
+
+def _at_once(x: Tensor) -> bool:
+    """Whether all spans of these features are normalised by one call."""
+    return x.is_cuda and x.dim() == 4 and x.dtype != torch.float64
 
 
 def _normalise_on(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:

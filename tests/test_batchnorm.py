@@ -9,6 +9,7 @@ from test_train import CONFIG
 from torch import nn
 
 import megabatch as mb
+from megabatch import batchnorm
 from megabatch.batchnorm import MovingAverages, SpanBatchNorm, use_spans
 from megabatch.cluster import Cluster
 from megabatch.config import LearningRate
@@ -43,6 +44,41 @@ def test_each_span_is_normalised_by_itself_and_gradients_are_right(dims):
     assert torch.allclose(x.grad, y.grad, rtol=1e-9, atol=1e-12)
     assert torch.allclose(net[0].weight.grad, plain.weight.grad, rtol=1e-9, atol=1e-12)
     assert torch.allclose(net[0].bias.grad, plain.bias.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("affine", [True, False])
+def test_spans_that_are_taken_at_once_are_those_that_are_taken_one_by_one(
+    affine, device, monkeypatch
+):
+    """On a GPU one call has them all, with a scale and a shift or without, as AlexNet-BN is."""
+    layer = SpanBatchNorm(nn.BatchNorm2d(64, affine=affine), 4).to(device)
+    x = torch.randn(12, 64, 3, 3).to(device)
+
+    def found(images):
+        images = images.clone().requires_grad_()
+        out = layer.to(images.dtype)(images)
+        (out * torch.linspace(-1, 1, out.numel(), device=device).view_as(out)).sum().backward()
+        return out.double(), layer.take().double(), images.grad.double()
+
+    monkeypatch.setattr(batchnorm, "_at_once", lambda x: False)
+    exact = found(x.double())
+    monkeypatch.setattr(batchnorm, "_at_once", lambda x: True)
+    monkeypatch.setattr(SpanBatchNorm, "_one_span", None)  # one by one would not do
+    for one, other in zip(found(x), exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_one_span_is_torchs_layer_bit_for_bit():
