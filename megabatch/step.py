@@ -64,26 +64,28 @@ def train_step(
     parts.engine.begin(count)
     if not parts.net.training:  # an evaluation was between; a net has hundreds of modules to tell
         parts.net.train()
-    losses = list(_passes(parts, micro_batches, batch))
+    losses = _passes(parts, micro_batches, batch)
     control = parts.engine.finish(stop(), propose)
     return StepResult(_update(parts, control, count, lr, momentum), losses)
 
 
 def _passes(
     parts: Parts, micro_batches: Iterable[MicroBatch], batch: int
-) -> Iterator[tuple[int, Tensor]]:
-    """Forward and backward over each micro-batch; gives its first position and its part of the mean
-    loss over the global batch."""
-    keyed_batches = _with_draws_keyed(parts, micro_batches)
+) -> list[tuple[int, Tensor]]:
+    """Forward and backward over each micro-batch; returns its first position and its part of the
+    mean loss over the global batch."""
     # In float64: rounded once, to what the loss is in, it is what backward of a mean would give.
     factor = parts.scale.value.double() / batch if parts.scale.on else 1 / batch
+    losses = []  # and no generator, in which a StopIteration of the net's would be another error
     if parts.graph is None or parts.graph.refused:
-        for micro in keyed_batches:
-            yield micro.first, _pass(parts, micro, factor) / batch
-        return
-    for first, found, gradients in parts.graph(keyed_batches, factor):
+        for micro in micro_batches:
+            key_draws(parts, micro)
+            losses.append((micro.first, _pass(parts, micro, factor) / batch))
+        return losses
+    for first, found, gradients in parts.graph(_with_draws_keyed(parts, micro_batches), factor):
         parts.engine.add(gradients, found.counts, found.statistics)
-        yield first, found.loss / batch
+        losses.append((first, found.loss / batch))
+    return losses
 
 
 def _pass(parts: Parts, micro: MicroBatch, factor: Tensor | float) -> Tensor:
