@@ -189,7 +189,10 @@ class Run:
         if state.settled == state.steps or self.ended == "stopped":
             return
         before, paused, found = self.delayed.last.epoch, time.perf_counter(), None
-        if self.last or self._due(before, config.eval_every):
+        evaluates = self.last or self._due(before, config.eval_every)
+        if evaluates or self._due(before, config.save_every):
+            self.parts.check_settled()
+        if evaluates:
             found = self._evaluate()
         best = found is not None and config.keep_best and state.beaten_by(found)
         over = self.last or (found is not None and self._reaches(found))
@@ -256,6 +259,7 @@ class Run:
     def finished(self, classes: int) -> Summary:
         """The last checkpoint, and the run in numbers."""
         state, parts, folder, cluster = self.state, self.parts, self.folder, self.cluster
+        parts.check_settled()
         self.log.last_verdict()
         self._save(self.replicas.compare(state.steps, parts.replicated()))
         self._read_comparison()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,7 +16,7 @@ from megabatch.data.opening import open_sources
 from megabatch.data.paths import moved
 from megabatch.ema import put_averages
 from megabatch.errors import UserError
-from megabatch.own import check_model, whose
+from megabatch.own import check_model, named_folder, whose
 from megabatch.parts import prepared
 from megabatch.precision import full_dtype, with_half_weights
 from megabatch.runs import checkpoint
@@ -47,11 +46,12 @@ def evaluate(
     average of the weights where the run kept one. Unless `quiet`, the first worker says on standard
     error how far it is.
     """
-    check_run(Path(run))
-    config = Config.read(Path(run) / "config.json")
+    folder = named_folder(run, "run")
+    check_run(folder)
+    config = Config.read(folder / "config.json")
     # What was written there may be anyone's: an evaluation copies nothing and needs no first
     # weights.
-    known = None if path is None else class_names(Path(run), config)
+    known = None if path is None else class_names(folder, config)
     config = replace(config, init="", data=replace(moved(config.data, path), local_copy=""))
     for own, given, word in ((config.model, model, "model"), (config.data.source, data, "data")):
         if own.startswith("own") and given is None:
@@ -60,7 +60,7 @@ def evaluate(
                 f"megabatch.evaluate(run, {word}=...)"
             )
     check_model(model)
-    found = checkpoint.of_run(Path(run), best)
+    found = checkpoint.of_run(folder, best)
     cluster = cluster or Cluster.from_env()
     console = to_people(quiet or not cluster.first)
     with contextlib.ExitStack() as ending:

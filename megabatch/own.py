@@ -1,9 +1,12 @@
-"""What a caller brings: a module or data of their own, checked before anything is begun."""
+"""What a caller brings: a module or data of their own, a folder's name, checked before anything is
+begun."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -57,6 +60,19 @@ def check_model(model: Any) -> None:
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_complex():
             raise UserError(f"the model's {name} is complex: training is in real numbers")
+
+
+def named_folder(path: Any, name: str) -> Path:
+    """A folder of the caller's, by the name of the argument that it came in; refused if none can be
+    called so."""
+    try:
+        text = os.fspath(path)
+        possible = isinstance(text, str) and b"\0" not in os.fsencode(text) and text != ""
+    except (TypeError, UnicodeEncodeError):
+        possible = False
+    if not possible:
+        raise UserError(f"{name} is {shown(path)}, which is no name of a folder: give another")
+    return Path(path)
 
 
 def whose(config: Config) -> str:

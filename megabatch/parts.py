@@ -49,6 +49,8 @@ class Parts:
     average: WeightAverage
     dropouts: tuple[Dropout, ...]
     """of the net, looked for once: it has hundreds of modules"""
+    settled: dict[str, tuple[nn.Parameter, bool]]
+    """the net's parameters as the run began, and whether each trains"""
 
     def __enter__(self) -> Parts:
         return self
@@ -90,6 +92,23 @@ class Parts:
         for part in parts:
             yield from part.tensors().values()
 
+    def check_settled(self) -> None:
+        """Refuse a net whose parameters are others than the run began with: what it holds of them
+        (gradients, momentum, averages) is of those."""
+        now = dict(self.net.named_parameters())
+        for name in {**self.settled, **now}:
+            before, trains = self.settled.get(name, (None, False))
+            if now.get(name) is not before:
+                how = "replaced" if before is not None and name in now else "added or removed"
+            elif before is not None and before.requires_grad != trains:
+                how = "frozen" if trains else "made to train"
+            else:
+                continue
+            raise UserError(
+                f"the model's {name} was {how} while the run went on, which trains the parameters "
+                f"that it began with: change the model between two runs"
+            )
+
     def load(self, tensors: dict[str, Tensor]) -> None:
         for part in (self.masters, self.scale, self.average):
             part.load(tensors)
@@ -126,7 +145,8 @@ def prepared(
             open_blocks(net)
     with contextlib.ExitStack() as ending:
         ending.callback(_set_modes, {module: module.training for module in net.modules()})
-        ending.callback(_set_layouts, net, {name: t.stride() for name, t in _tensors(net)})
+        layouts = {(name, t.shape): t.stride() for name, t in _tensors(net)}
+        ending.callback(_set_layouts, net, layouts)
         if config.init:  # on the first worker; the others get all of its weights below
             cluster.agree(functools.partial(begin_from, net, config))
         ending.callback(use_spans(net, config.span))
@@ -154,11 +174,12 @@ def _tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from net.named_buffers()
 
 
-def _set_layouts(net: nn.Module, strides: dict[str, tuple[int, ...]]) -> None:
+def _set_layouts(net: nn.Module, layouts: dict[tuple[str, torch.Size], tuple[int, ...]]) -> None:
     for name, tensor in _tensors(net):
-        if name in strides and tensor.stride() != strides[name]:
+        strides = layouts.get((name, tensor.shape))  # none: the caller has put another there
+        if strides is not None and tensor.stride() != strides:
             laid_out = torch.empty_strided(
-                tensor.shape, strides[name], dtype=tensor.dtype, device=tensor.device
+                tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
             )
             tensor.data = laid_out.copy_(tensor.detach())
 
@@ -222,4 +243,5 @@ def assemble(
         moving=moving,
         average=average,
         dropouts=tuple(layer for layer in net.modules() if isinstance(layer, Dropout)),
+        settled={name: (p, p.requires_grad) for name, p in net.named_parameters()},
     )

@@ -21,7 +21,7 @@ from megabatch.data.opening import open_sources
 from megabatch.data.source import Source
 from megabatch.elastic.worlds import Passage, in_worlds
 from megabatch.host.stopping import stop_requests
-from megabatch.own import checked, whose
+from megabatch.own import checked, named_folder, whose
 from megabatch.parts import assemble, prepared
 from megabatch.precision import full_dtype
 from megabatch.runs.diagnosis import divergence
@@ -62,7 +62,7 @@ def train(
     """
     config = checked(config, model, data)
     check_loggers(loggers)
-    place = None if out is None else Path(out)
+    place = None if out is None else named_folder(out, "out")
     # Of their failures a quiet run tells too: whoever gave them waits for what they write.
     theirs = [Theirs(one, functools.partial(say, to_people())) for one in loggers]
 

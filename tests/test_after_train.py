@@ -39,6 +39,19 @@ SHORT = replace(
 )
 
 
+class Plain:
+    """A logger that does nothing."""
+
+    def begin(self, about):
+        pass
+
+    def write(self, kind, record):
+        pass
+
+    def end(self, summary):
+        pass
+
+
 class Refuses(Exception):
     pass
 
@@ -127,7 +140,8 @@ def test_weights_are_laid_out_as_they_were(tmp_path):
     assert mb.evaluate(tmp_path / "run", model=net) == told
 
 
-@pytest.mark.parametrize("error", [Refuses, KeyboardInterrupt, MemoryError])
+# A StopIteration is another error to any generator that it passes through.
+@pytest.mark.parametrize("error", [Refuses, KeyboardInterrupt, MemoryError, StopIteration])
 @pytest.mark.parametrize("at", [1, 2, 8])
 def test_after_a_failure_too(error, at):
     net = net_of(Failing, at, error)
@@ -291,6 +305,89 @@ def test_a_layer_of_dropout_may_be_called_again_and_on_any_shape():
     first = mb.train(SHORT, model=net, quiet=True)
     assert 0.4 < sum(net.alike) / len(net.alike) < 0.6  # masks of their own
     assert mb.train(SHORT, model=before, quiet=True).weights_sha256 == first.weights_sha256
+
+
+def with_another_head(net):
+    net.head[2] = nn.Linear(net.head[2].in_features, 10)
+
+
+class Pointwise(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x[:, :, None, None]).flatten(1)
+
+
+def with_a_head_of_other_dimensions(net):
+    net.head[2] = Pointwise(net.head[2].in_features, 10, 1)
+
+
+def with_one_more(net):
+    net.more = nn.Linear(2, 2)
+
+
+def with_a_frozen_head(net):
+    net.head[2].requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (with_another_head, "the model's head.2.weight was replaced while the run went on"),
+        (with_a_head_of_other_dimensions, "the model's head.2.weight was replaced"),
+        (with_one_more, "the model's more.weight was added or removed"),
+        (with_a_frozen_head, "the model's head.2.weight was frozen"),
+    ],
+)
+def test_a_net_that_is_changed_in_mid_run_is_one_sentence(change, words):
+    """In a callback, say: the run would go on training what is no part of the net any more."""
+    net = net_of()
+
+    class Changes(Plain):
+        def write(self, kind, record):
+            if kind == "train" and record["step"] == 1:
+                change(net)
+
+    with pytest.raises(UserError, match=words) as refused:
+        mb.train(SHORT, model=net, quiet=True, loggers=[Changes()])
+    assert "\n" not in str(refused.value)
+
+
+def test_what_was_frozen_and_is_made_to_train_in_mid_run_is_one_sentence():
+    net = net_of()
+    net.body[0].requires_grad_(False)
+
+    class Thaws(Plain):
+        def write(self, kind, record):
+            net.body[0].requires_grad_(True)
+
+    with pytest.raises(UserError, match=r"the model's body\.0\.weight was made to train"):
+        mb.train(SHORT, model=net, quiet=True, loggers=[Thaws()])
+
+
+def test_a_callers_default_device_is_not_the_runs():
+    first = mb.train(SHORT, model=net_of(), quiet=True)
+    bundled = mb.train(SHORT, quiet=True)
+    net = net_of()
+    with torch.device("meta"):
+        second = mb.train(SHORT, model=net, quiet=True)
+        assert torch.ones(1).is_meta  # it is theirs again
+        assert mb.train(SHORT, quiet=True).weights_sha256 == bundled.weights_sha256
+    assert second.weights_sha256 == first.weights_sha256
+    torch.set_default_device("meta")
+    try:
+        assert mb.train(SHORT, quiet=True).weights_sha256 == bundled.weights_sha256
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "", b"bytes", 3])
+def test_what_no_folder_can_be_called_is_one_sentence(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"out is .*, which is no name of a folder") as refused:
+        mb.train(SHORT, model=net_of(), out=name, quiet=True)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(UserError, match=r"run is .*, which is no name of a folder"):
+        mb.evaluate(name)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_callers_autocast_is_not_the_runs():

@@ -109,6 +109,23 @@ def test_a_folder_and_its_settings(tmp_path):
         assert next(iter(loader))[0].shape == (4, 1, 16, 16)
 
 
+def test_a_callers_default_device_is_theirs_between_two_batches():
+    def taken():
+        with mb.Loader(mb.Data(), batch=500, cluster=worker()) as loader:  # read by this thread
+            for images, labels in itertools.chain(loader, loader.validation()):
+                yield images, labels, torch.ones(1).device.type
+
+    plain = list(taken())
+    torch.set_default_device("meta")
+    try:
+        found = list(taken())
+    finally:
+        torch.set_default_device(None)
+    assert {device for *_, device in found} == {"meta"}
+    for before, now in zip(plain, found, strict=True):
+        assert torch.equal(before[0], now[0]) and torch.equal(before[1], now[1])
+
+
 def test_mistakes_are_one_sentence():
     for batch in (0, -4, 2.5, "all"):
         with pytest.raises(UserError, match=f"^batch is '?{batch}'?"):

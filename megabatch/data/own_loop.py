@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from megabatch.config import Config, Data, check_setting
 from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.errors import UserError
+from megabatch.workers.process import made_on_cpu
+
+T = TypeVar("T")
 
 _FOR_EVER = 1e6
 """epochs, of a loop whose end only its owner knows"""
@@ -73,7 +76,8 @@ class Loader:
             seed=seed,
             data=settings,
         ).check()
-        train, val = open_sources(config, own, cluster)
+        with made_on_cpu():
+            train, val = open_sources(config, own, cluster)
         if settings.processes == "auto" and len(train) < _WORTH_PROCESSES:
             config = replace(config, data=replace(settings, processes="never"))
         self._batch, self._seen = batch, 0
@@ -85,7 +89,8 @@ class Loader:
         self.class_names = train.class_names
         """by label; empty where they are not known"""
         self.seen = seen
-        self._loader = StepLoader(train, val, config, cluster, dtype)
+        with made_on_cpu():
+            self._loader = StepLoader(train, val, config, cluster, dtype)
         self._closed = False
 
     @property
@@ -120,7 +125,7 @@ class Loader:
             if self._closed:
                 raise UserError("the loader is closed: iterate inside its with block")
             step = step_at(stages, self.images, self._seen // self._batch, self._seen)
-            for micro in self._loader.micro_batches(step):
+            for micro in _brought(self._loader.micro_batches(step)):
                 self._seen += self._batch
                 yield micro.images, micro.labels
 
@@ -129,7 +134,7 @@ class Loader:
         last batches are smaller, and a worker may have none."""
         if self._closed:
             raise UserError("the loader is closed: iterate inside its with block")
-        return self._loader.validation()
+        return _brought(self._loader.validation())
 
     def close(self) -> None:
         """End the threads and processes that read."""
@@ -142,6 +147,18 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _brought(batches: Iterator[T]) -> Iterator[T]:
+    """The same, each brought without regard to the caller's default device: theirs is the time
+    between two of them."""
+    while True:
+        with made_on_cpu():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
 
 
 def _settings(source: Any, size: int, channels: int, augment: bool) -> tuple[Data, Any]:

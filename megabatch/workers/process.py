@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -20,8 +21,9 @@ _mine = threading.RLock()
 def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
     """One thread and fixed kernels for a deterministic run, otherwise a fair share of the cores, or
     what OMP_NUM_THREADS says, and the fastest kernels; torch's generators are the run's too, and
-    its precision is the config's, inside a caller's autocast as well. Afterwards all is as it
-    was. All of this is the process's, so that only one thread has it at a time."""
+    its precision is the config's, inside a caller's autocast as well. Tensors are made on the CPU
+    where nothing else is said, whatever device a caller has made the default. Afterwards all is as
+    it was. All of this is the process's, so that only one thread has it at a time."""
     if not _mine.acquire(blocking=False):
         raise UserError(
             "another thread of this process trains or evaluates, and torch's generators and "
@@ -56,6 +58,7 @@ def _set(config: Config, cluster: Cluster) -> Iterator[None]:
             torch.inference_mode(False),
             torch.enable_grad(),
             _outside_autocast(cluster.device.type),
+            made_on_cpu(),
         ):
             yield
     finally:
@@ -83,3 +86,10 @@ def _outside_autocast(device_type: str) -> Iterator[None]:
         torch.set_autocast_enabled(device_type, enabled)
         for _ in range(depth):
             torch.autocast_increment_nesting()
+
+
+def made_on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Tensors are made on the CPU where nothing else is said, whatever a caller's default device
+    is. A context only where it is needed: each call of torch's takes longer in one."""
+    cpu = torch.device("cpu")
+    return contextlib.nullcontext() if torch.get_default_device() == cpu else cpu
