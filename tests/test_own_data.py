@@ -125,6 +125,50 @@ def test_torchs_own_sets_and_a_list_of_two_items():
     assert read([(floats(), 0), (floats(), 1)], config)[1].tolist() in ([0, 1], [1, 0])
 
 
+TWO_ITEMS = {
+    "tuples": [(floats(), 0), (floats(1), 1)],
+    "lists": [[floats(), 0], [floats(1), 1]],
+    "a tuple of lists": ([floats(), 0], [floats(1), 1]),
+    "one-hot": [[floats(), [1, 0, 0, 0]], [floats(1), [0, 1, 0, 0]]],
+    "one-hot tensors": [[floats(), torch.eye(3)[0]], [floats(1), torch.eye(3)[1]]],
+    "nested lists": [[floats().tolist(), 0], [floats(1).tolist(), 1]],
+    "with a name": [[floats(), 0, "a.png"], [floats(1), 1, "b.png"]],
+    "dicts": [{"image": floats(), "label": 0}, {"image": floats(1), "label": 1}],
+    "pillow": [[Image.new("RGB", (6, 6)), 0], [Image.new("RGB", (6, 6)), 1]],
+}
+
+
+@pytest.mark.parametrize("kind", TWO_ITEMS)
+def test_two_items_are_one_set_and_two_sets_are_two(kind):
+    """What they are tells, not how many: also where each of two sets has two items."""
+    items = TWO_ITEMS[kind]
+    config = replace(CONFIG, data=replace(CONFIG.data, val_share=0.5))
+    assert sorted(read(items, config)[1].tolist()) == [0, 1]
+    for pair in ((items, items), [items, items], (tuple(items), items)):
+        train, val = open_sources(config, pair)
+        assert (len(train), len(val)) == (2, 2)
+    assert [len(part) for part in open_sources(config, (items[:1], items))] == [1, 2]
+
+
+def test_two_vectors_with_labels_are_one_set():
+    config = replace(OWN_NET, data=replace(CONFIG.data, val_share=0.5))
+    assert read([[torch.ones(5), 1], [torch.zeros(5), 0]], config)[0].shape == (2, 5)
+
+
+def test_an_item_beside_a_set_is_neither():
+    items = [(floats(), 0), (floats(1), 1)]
+    refused([items[0], items], r"the first looks like an \(image, label\), the second like a data")
+    refused([items, items[0]], r"the first looks like a data set, the second like an \(image")
+
+
+def test_images_and_labels_apart_are_told_the_way_together():
+    images, labels = torch.rand(20, 3, 6, 6), torch.arange(20) % 4
+    words = r"give them together, as torch\.utils\.data\.TensorDataset"
+    refused((images, labels), words)
+    refused(((images, labels), (images[:8], labels[:8])), words)
+    refused((images.numpy(), labels.numpy()), words)
+
+
 def test_a_training_run_on_dicts_and_one_hot_labels():
     data = [{"image": floats(n), "label": torch.eye(4)[n % 4]} for n in range(40)]
     net = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))

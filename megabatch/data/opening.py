@@ -27,7 +27,15 @@ from megabatch.data.origins import Origin, open_origin
 from megabatch.data.origins.folders import VAL_NAMES
 from megabatch.data.packs.reading import Pack, PackError
 from megabatch.data.paths import NO_DIGITS, check_fitting
-from megabatch.data.source import InMemory, OwnData, Source, for_tuning, hold_out, hold_out_order
+from megabatch.data.source import (
+    InMemory,
+    OwnData,
+    Source,
+    are_two_sets,
+    for_tuning,
+    hold_out,
+    hold_out_order,
+)
 from megabatch.data.threads import threads_of
 from megabatch.errors import UserError
 from megabatch.keyed import Purpose, keyed
@@ -87,8 +95,7 @@ def open_own(config: Config, data: Any) -> tuple[Source, Source]:
     if isinstance(data, Mapping) and "train" in data:  # as Hugging Face keeps the parts together
         val = next((data[name] for name in VAL_NAMES if name in data), None)
         data = data["train"] if val is None else (data["train"], val)
-    pair = isinstance(data, tuple | list) and len(data) == 2
-    if pair and not any(isinstance(part, tuple | dict) for part in data):
+    if are_two_sets(data):
         titles = ("the training set", "the validation set")
         train, val = (
             OwnData(part, config, title) for part, title in zip(data, titles, strict=True)

@@ -190,6 +190,59 @@ _IMAGE_KEYS = ("image", "img", "pixel_values")
 _LABEL_KEYS = ("label", "labels", "target")
 
 
+def are_two_sets(data: Any) -> bool:
+    """Whether a caller's data are two sets, to train on and to hold out, and not one: of a list of
+    two things it is what they are that tells."""
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        return False
+    with _generators_kept():
+        first, second = data[0], data[1]
+        if any(map(_are_arrays, (data, first, second))):
+            raise UserError(
+                "images and labels were given apart: give them together, as "
+                "torch.utils.data.TensorDataset(images, labels)"
+            )
+        items = [_is_item(part) for part in (first, second)]
+    if items[0] != items[1]:
+        kinds = [("a data set", "an (image, label)")[item] for item in items]
+        raise UserError(
+            f"of the two things that were given as data the first looks like {kinds[0]}, the "
+            f"second like {kinds[1]}: give one data set of (image, label), or two, (train, val)"
+        )
+    return not items[0]
+
+
+def _is_item(part: Any) -> bool:
+    """Whether it looks like an image with its label, and not like a set of them."""
+    if isinstance(part, Mapping):
+        return True
+    pair = isinstance(part, tuple | list) and len(part) >= 2
+    return pair and not _is_plain(part[0]) and _may_be_label(part[1])
+
+
+def _is_plain(value: Any) -> bool:
+    """One value, and not several."""
+    return isinstance(value, numbers.Number | str | bytes | None) or getattr(value, "ndim", 1) == 0
+
+
+def _may_be_label(value: Any) -> bool:
+    """One value, or a row of them, as one-hot labels are."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return _is_plain(value) or getattr(value, "ndim", None) == 1
+
+
+def _are_arrays(part: Any) -> bool:
+    """Whether these are many images, and as many labels."""
+    if not isinstance(part, tuple | list) or len(part) != 2:
+        return False
+    images, labels = part
+    if not all(isinstance(one, Tensor | numpy.ndarray) for one in part):
+        return False
+    alike = images.ndim > 1 and labels.ndim == 1 and len(images) == len(labels)
+    return alike and not _one_hot(labels)
+
+
 class OwnData(Source):
     """Anyone's map-style data set: items are (image, label) or a dict of them, an image a tensor,
     an array or PIL's, a label a class number or one-hot.
