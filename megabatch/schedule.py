@@ -9,8 +9,12 @@ You 2018.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+import numbers
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar, get_args
+
+from megabatch.errors import UserError, nearest
 
 Scaling = Literal["linear", "sqrt", "none"]
 Ramp = Literal["linear", "quadratic", "constant"]
@@ -19,6 +23,10 @@ Ramp = Literal["linear", "quadratic", "constant"]
 def linear_scaling(reference: float, batch: int, per: int | None = 256) -> float:
     """The rate for a global `batch` when `reference` is right for `per` images (None: for any
     batch)."""
+    _check_number("linear_scaling", "reference", reference)
+    _check_number("linear_scaling", "batch", batch)
+    if per is not None:
+        _check_number("linear_scaling", "per", per)
     return reference if per is None else reference * batch / per
 
 
@@ -40,6 +48,9 @@ class Warmup:
     start: float = 0.0
     shape: Ramp = "linear"
 
+    def __post_init__(self) -> None:
+        _check(self)
+
     def __call__(self, epoch: float) -> float:
         gone = _gone(epoch, self.epochs)
         if self.shape == "constant":
@@ -53,6 +64,9 @@ class Warmup:
 class Constant:
     epochs: float = math.inf
     start: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
 
     def __call__(self, epoch: float) -> float:
         return _known(self)
@@ -69,6 +83,9 @@ class Poly:
     end: float = 0.0
     skip: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check(self)
+
     def __call__(self, epoch: float) -> float:
         left = 1.0 - _gone(epoch + self.skip, self.epochs + self.skip)
         return self.end + (_known(self) - self.end) * math.pow(left, self.power)
@@ -79,6 +96,9 @@ class Cosine:
     epochs: float
     start: float | None = None
     end: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self)
 
     def __call__(self, epoch: float) -> float:
         left = (1.0 + math.cos(math.pi * _gone(epoch, self.epochs))) / 2
@@ -93,6 +113,9 @@ class StepDecay:
     factor: float = 0.1
     start: float | None = None
     epochs: float = math.inf
+
+    def __post_init__(self) -> None:
+        _check(self)
 
     def __call__(self, epoch: float) -> float:
         return _known(self) * self.factor ** sum(epoch >= at for at in self.at)
@@ -129,9 +152,19 @@ step_decay = StepDecay
 def join(*pieces: Piece) -> Join:
     """One schedule of several; a piece without a `start` begins where the piece before it ended."""
     if not pieces:
-        raise ValueError("join needs at least one schedule")
+        raise UserError("join needs at least one schedule")
     joined: list[Piece] = []
     for piece in pieces:
+        if not isinstance(piece, Piece):
+            raise UserError(
+                f"join was given {piece!r}, which is no piece of a schedule: give warmup, "
+                f"constant, poly, cosine or step_decay"
+            )
+        if joined and joined[-1].epochs == math.inf:
+            raise UserError(
+                f"the {_name(joined[-1])} never ends, so that nothing can be joined behind it: "
+                f"give its epochs"
+            )
         if not isinstance(piece, Warmup) and piece.start is None and joined:
             piece = replace(piece, start=joined[-1](joined[-1].epochs))
         joined.append(piece)
@@ -143,10 +176,42 @@ def _gone(epoch: float, epochs: float) -> float:
     return min(max(epoch / epochs, 0.0), 1.0) if epochs > 0 else 1.0
 
 
+def _name(piece: Piece) -> str:
+    """As the public face has it."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", type(piece).__name__).lower()
+
+
+_POSITIVE = ("power", "per")
+
+
+def _check(piece: Piece) -> None:
+    """Refuse a piece of which some number could never be right."""
+    for one in fields(piece):
+        value, name = getattr(piece, one.name), one.name
+        if name == "shape":
+            if value not in get_args(Ramp):
+                known = nearest(str(value), get_args(Ramp))
+                raise UserError(f"the shape of {_name(piece)} is {value!r}: {known}")
+        elif name == "at":
+            if not isinstance(value, tuple | list):
+                raise UserError(f"the at of {_name(piece)} is {value!r}: give epochs, (30, 60) say")
+            for at in value:
+                _check_number(_name(piece), name, at)
+        elif one.default not in (None, math.inf) or value != one.default:
+            _check_number(_name(piece), name, value)
+
+
+def _check_number(schedule: str, name: str, value: Any) -> None:
+    plain = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    positive = name in _POSITIVE
+    if not plain or not math.isfinite(value) or (value <= 0 if positive else value < 0):
+        wanted = "above 0" if positive else "of at least 0"
+        raise UserError(f"the {name} of {schedule} is {value!r}: give a finite number {wanted}")
+
+
 def _known(piece: P) -> float:
     if piece.start is None:
-        raise ValueError(
-            f"{type(piece).__name__.lower()} has no start: give start=, or join it to a piece "
-            f"before it"
+        raise UserError(
+            f"{_name(piece)} has no start: give start=, or join it to a piece before it"
         )
     return piece.start

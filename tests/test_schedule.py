@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import megabatch as mb
 from megabatch.config import LearningRate
+from megabatch.errors import UserError
 from megabatch.schedule import Constant, Cosine, Poly, StepDecay, Warmup, scaled
 
 rates = st.floats(0.001, 100)
@@ -105,6 +106,55 @@ def test_a_decay_without_a_start_says_so():
         mb.poly(85)(3)
     with pytest.raises(ValueError, match="at least one"):
         mb.join()
+
+
+@pytest.mark.parametrize("number", [-1, float("nan"), float("inf"), -float("inf"), "5", None, True])
+def test_numbers_that_no_schedule_has_are_refused_where_they_are_given(number):
+    made = {
+        "epochs of warmup": lambda: mb.warmup(number, to=1),
+        "to of warmup": lambda: mb.warmup(5, to=number),
+        "start of warmup": lambda: mb.warmup(5, to=1, start=number),
+        "epochs of poly": lambda: mb.poly(number),
+        "power of poly": lambda: mb.poly(5, power=number),
+        "end of poly": lambda: mb.poly(5, end=number),
+        "skip of poly": lambda: mb.poly(5, skip=number),
+        "epochs of cosine": lambda: mb.cosine(number),
+        "at of step_decay": lambda: mb.step_decay((30, number)),
+        "factor of step_decay": lambda: mb.step_decay((30,), factor=number),
+        "reference of linear_scaling": lambda: mb.linear_scaling(number, 256),
+        "batch of linear_scaling": lambda: mb.linear_scaling(0.1, number),
+    }
+    if number is not None:  # not known yet
+        made["start of poly"] = lambda: mb.poly(5, start=number)
+        made["start of cosine"] = lambda: mb.cosine(5, start=number)
+        made["start of constant"] = lambda: mb.constant(5, start=number)
+        made["per of linear_scaling"] = lambda: mb.linear_scaling(0.1, 256, per=number)
+    if number != float("inf"):  # without end
+        made["epochs of constant"] = lambda: mb.constant(number, start=1)
+        made["epochs of step_decay"] = lambda: mb.step_decay((30,), epochs=number)
+    for what, make in made.items():
+        with pytest.raises(UserError, match=f"the {what} is .*: give a finite number"):
+            make()
+
+
+def test_what_else_no_schedule_is():
+    for make, words in (
+        (
+            lambda: mb.warmup(5, to=1, shape="quadratik"),
+            "shape .* 'quadratik': did you mean quadra",
+        ),
+        (lambda: mb.step_decay(30), "the at of step_decay is 30: give"),
+        (lambda: mb.poly(5, power=0), "the power of poly is 0: give a finite number above 0"),
+        (lambda: mb.linear_scaling(0.1, 256, per=0), "the per of linear_scaling is 0: .* above 0"),
+        (lambda: mb.join(0.1, mb.poly(5)), "join was given 0.1, which is no piece"),
+        (lambda: mb.join(mb.constant(start=1), mb.poly(5)), "the constant never ends"),
+        (lambda: mb.join(mb.step_decay((3,), start=1), mb.poly(5)), "the step_decay never ends"),
+    ):
+        with pytest.raises(UserError, match=words):
+            make()
+    assert mb.join(mb.constant(3, start=1), mb.constant())(7) == 1
+    assert mb.step_decay([2, 4], start=1.0)(3) == 0.1
+    assert mb.constant(float("inf"), start=1) == mb.constant(start=1)
 
 
 def test_schedules_are_values():

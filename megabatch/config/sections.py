@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 from dataclasses import dataclass
@@ -195,23 +196,27 @@ class LearningRate:
 
     def over(self, batch: int, epochs: float) -> Schedule:
         """The schedule of a run of so many epochs that begins with this global batch."""
-        peak = self.peak(batch)
-        rest = epochs - self.warmup
-        decay: schedule.Piece
-        if self.decay == "poly":
-            skip = self.warmup if self.decay_from_start else 0.0
-            decay = schedule.Poly(rest, self.power, peak, self.end, skip)
-        elif self.decay == "cosine":
-            decay = schedule.Cosine(rest, peak, self.end)
-        elif self.decay == "steps":
-            drops = tuple(epoch - self.warmup for epoch in self.drop_at)
-            decay = schedule.StepDecay(drops, self.drop_factor, peak)
-        else:
-            decay = schedule.Constant(rest, peak)
-        if self.warmup == 0:
-            return decay
-        warmup = schedule.Warmup(self.warmup, peak, self.first(batch), self.ramp)
-        return schedule.join(warmup, decay)
+        return _schedule(self, batch, epochs)
+
+
+@functools.lru_cache  # asked for at each step
+def _schedule(lr: LearningRate, batch: int, epochs: float) -> Schedule:
+    peak = lr.peak(batch)
+    rest = epochs - lr.warmup
+    decay: schedule.Piece
+    if lr.decay == "poly":
+        skip = lr.warmup if lr.decay_from_start else 0.0
+        decay = schedule.Poly(rest, lr.power, peak, lr.end, skip)
+    elif lr.decay == "cosine":
+        decay = schedule.Cosine(rest, peak, lr.end)
+    elif lr.decay == "steps":
+        drops = tuple(epoch - lr.warmup for epoch in lr.drop_at)
+        decay = schedule.StepDecay(drops, lr.drop_factor, peak)
+    else:
+        decay = schedule.Constant(rest, peak)
+    if lr.warmup == 0:
+        return decay
+    return schedule.join(schedule.Warmup(lr.warmup, peak, lr.first(batch), lr.ramp), decay)
 
 
 _NOT_OF = {
