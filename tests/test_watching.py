@@ -100,6 +100,55 @@ def test_runs_and_watch_count_alike(tmp_path):
     assert "step 10  epoch 1.00/4.00" in watched.stderr
 
 
+BROKEN = {
+    "": "config.json cannot be read: Expecting value",
+    "[]": "config.json cannot be read: not a JSON object",
+    '{"epochs": 4, "batch": "many"}': "config.json is not the config of a run: batch is 'many'",
+    '{"epochs": 4, "nonsense": 1}': "config of a run: there is no setting 'nonsense'",
+    '{"epochs": -1}': "config of a run: epochs is -1; it must be above 0",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_config_is_a_sentence_and_the_rest_is_shown(tmp_path, text):
+    lines = [step_line(0), evaluation_line(1.0, top1=0.5)]
+    for name in ("run", "whole"):
+        made_up(tmp_path / name, lines, summary={"ended": "finished", "top1": 0.5})
+    broken, words = tmp_path / "run", BROKEN[text]
+    (broken / "config.json").write_text(text)
+
+    listed = megabatch("runs", tmp_path, "--json")
+    assert listed.returncode == 0, listed.stderr
+    (row,) = (line for line in listed.stdout.splitlines()[:-1] if words in line)
+    assert "finished" in row and "50.00 %" in row and str(broken) in row
+    faults = {run["run"]: run["faults"] for run in last_json(listed)["runs"]}
+    assert words in faults[str(broken)][0] and faults[str(tmp_path / "whole")] == []
+
+    watched = megabatch("watch", broken)
+    assert watched.returncode == 0 and "top-1 50.00 %" in watched.stdout
+    assert (
+        [line for line in watched.stderr.splitlines() if words in line]
+        == [
+            line
+            for line in watched.stderr.splitlines()
+            if line.startswith(f"megabatch: {broken}: ")
+        ]
+        != []
+    )
+
+    page = megabatch("report", broken, tmp_path / "whole", "--out", tmp_path / "report.html")
+    assert page.returncode == 0 and page.stderr.count(words) == 1
+    assert "whole: " not in page.stderr
+
+
+def test_at_a_terminal_what_is_wrong_stands_below_its_run(tmp_path):
+    made_up(tmp_path / "runs/one", [step_line(0)], summary={"ended": "stopped"})
+    (tmp_path / "runs/one/config.json").write_text("{")
+    lines = at_terminal("runs", cwd=tmp_path)
+    assert len(lines) >= 3 and max(map(len, lines)) <= 80, lines
+    assert lines[2].startswith("    config.json cannot be read: Expecting property name")
+
+
 def test_names_do_nothing_to_a_terminal(tmp_path):
     name = os.fsdecode(b"odd\xff\x1b[2J\nname")
     made_up(tmp_path / name, [step_line(0)], config={"name": "\ud800\x07", "epochs": 4})

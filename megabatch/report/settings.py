@@ -36,7 +36,7 @@ def derived(record: Record) -> list[tuple[str, str, str]]:
     """What follows from a run's config; nothing where it is not a config of this version."""
     images = record.images
     world = number(record.summary.get("world", record.environment.get("world")))
-    if not images or not record.config:
+    if not images or record.config_fault is not None:
         return []
     try:
         config = Config.from_json(json.dumps(record.config)).check()

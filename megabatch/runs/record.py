@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megabatch.config import Config
 from megabatch.errors import UserError
 from megabatch.host.durable import is_plain, open_plain, read_plain
 from megabatch.runs.alive import gone
@@ -84,6 +85,11 @@ class Record:
     @property
     def name(self) -> str:
         return self.path.resolve().name or str(self.path)
+
+    @property
+    def config_fault(self) -> str | None:
+        """Why its config cannot be used, a sentence, if it cannot."""
+        return next((fault for fault in self.faults if fault.startswith("config.json ")), None)
 
     @property
     def images(self) -> float | None:
@@ -265,6 +271,7 @@ def glance_files(path: Path) -> Record:
             setattr(record, name, _object(file, record.faults))
         elif name in ("config", "environment"):
             record.faults.append(f"{file.name} is missing")
+    _check_config(record)
     metrics = path / "metrics.jsonl"
     if not is_plain(metrics):
         record.faults.append("metrics.jsonl is missing")
@@ -341,6 +348,16 @@ def _object(path: Path, faults: list[str]) -> dict[str, Any]:
         words = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
         faults.append(f"{path.name} cannot be read: {words}")
         return {}
+
+
+def _check_config(record: Record) -> None:
+    """Note a config that no run has written; what it says is shown all the same."""
+    if record.config_fault is not None:
+        return
+    try:
+        Config.from_json(json.dumps(record.config))
+    except UserError as error:
+        record.faults.append(f"config.json is not the config of a run: {error}")
 
 
 def _opened(path: Path) -> BinaryIO:

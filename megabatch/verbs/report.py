@@ -50,6 +50,9 @@ def run(arguments: list[str]) -> int:
     written = report(records).encode(errors="replace")
     write_out(out, written)
     bad = sum(record.bad_lines for record in records)
+    for record in records:
+        if record.config_fault is not None:
+            say(f"megabatch: {record.path}: {record.config_fault}", progress=True)
     if bad:
         lines = f"{bad:,} line{'s' * (bad != 1)}"
         say(f"megabatch: {lines} of metrics could not be read", progress=True)

@@ -94,7 +94,8 @@ def run_numbers(record: Any, now: float) -> dict[str, Any]:
 
 def _show(rows: list[dict[str, Any]]) -> None:
     """A line a run; at a terminal without the columns that it has no room for. Names stay whole:
-    one that would take half of a terminal stands above its line."""
+    one that would take half of a terminal stands above its line. What a run's files lack stands
+    behind its numbers, at a terminal below them."""
     from rich.console import Console
     from rich.text import Text
 
@@ -110,12 +111,17 @@ def _show(rows: list[dict[str, Any]]) -> None:
     heads, *body = aligned(table, spare, left, wide)
     state = [head.strip() for head in heads].index("state")
     console.print("  ".join(heads))
-    for cells, name in zip(body, above, strict=True):
+    for cells, name, row in zip(body, above, rows, strict=True):
         if name:
             console.print(Text(name))
         words = [Text(cell) for cell in cells]
         words[state].stylize(_STYLES.get(cells[state].strip(), "yellow"))
+        faults = Text(printable("; ".join(row["faults"])), "yellow")
+        if faults and not console.is_terminal:
+            words.append(faults)
         console.print(Text("  ").join(words))
+        if faults and console.is_terminal:
+            console.print(Text("    ") + faults, soft_wrap=False)
 
 
 _STYLES = {"finished": "green", "target": "green", "running": "cyan", "failed": "red"}

@@ -21,6 +21,8 @@ from megabatch.verbs.parsing import parse
 from megabatch.verbs.writing import say, say_result
 
 _LOOK_SECONDS = 0.5
+_FROM_FILES = ("config", "environment", "summary", "diagnosis", "faults", "written", "resumed")
+"""of a record, what is not read line by line"""
 _WIDE = 120
 """columns that a whole line and its bar need"""
 
@@ -51,6 +53,7 @@ class Watched:
         self._tail, self._began = Tail(path / "metrics.jsonl"), time.monotonic()
         self.record = Record(path)
         self.state = "missing"
+        self._fault: str | None = None
 
     def look(self) -> bool:
         """Read what is new; whether there may be more."""
@@ -58,7 +61,7 @@ class Watched:
             return time.monotonic() - self._began <= self._patience
         # The small files first: what a run wrote before its summary is then read as well.
         files = glance_files(self.path)
-        for name in ("config", "environment", "summary", "diagnosis", "written", "resumed"):
+        for name in _FROM_FILES:
             setattr(self.record, name, getattr(files, name))
         for line in self._tail.new_lines():
             self.record.take(line)
@@ -67,6 +70,11 @@ class Watched:
             patience = max(self._patience, self.record.ten_steps)
             self.state = "silent" if self.record.silent_seconds() > patience else "running"
         return self.state == "running"
+
+    def new_fault(self) -> str | None:
+        """What is wrong with its config, by which its progress is measured; each thing once."""
+        before, self._fault = self._fault, self.record.config_fault
+        return self._fault if self._fault != before else None
 
     @property
     def progress(self) -> float:
@@ -191,8 +199,10 @@ def run(arguments: list[str]) -> int:
     try:
         with show:
             while watched.look():
+                _say_fault(watched)
                 show.update(watched)
                 time.sleep(min(_LOOK_SECONDS, flags.every))
+            _say_fault(watched)
             show.update(watched)
     except KeyboardInterrupt:
         say("megabatch: no longer watching; the run itself goes on", progress=True)
@@ -202,6 +212,11 @@ def run(arguments: list[str]) -> int:
         print(json.dumps(result), flush=True)
     ends = {"failed": FAILED, "silent": FAILED, "missing": FAILED, "stopped": STOPPED}
     return ends.get(watched.state, DONE)
+
+
+def _say_fault(run: Watched) -> None:
+    if (fault := run.new_fault()) is not None:
+        say(f"megabatch: {run.path}: {fault}", progress=True)
 
 
 def _outcome(run: Watched, patience: float) -> str:
