@@ -20,7 +20,7 @@ from megabatch.own import check_model, named_folder, whose
 from megabatch.parts import prepared
 from megabatch.precision import full_dtype, with_half_weights
 from megabatch.runs import checkpoint
-from megabatch.runs.begun import check_run
+from megabatch.runs.begun import check_brought, check_run
 from megabatch.runs.progress import counted, counting, say, to_people
 from megabatch.runs.trained import class_names
 from megabatch.runs.verdict import idle_workers
@@ -53,12 +53,7 @@ def evaluate(
     # weights.
     known = None if path is None else class_names(folder, config)
     config = replace(config, init="", data=replace(moved(config.data, path), local_copy=""))
-    for own, given, word in ((config.model, model, "model"), (config.data.source, data, "data")):
-        if own.startswith("own") and given is None:
-            raise UserError(
-                f"{run} was trained with {word} of its caller's: evaluate it from Python, "
-                f"megabatch.evaluate(run, {word}=...)"
-            )
+    check_brought(run, config, model, data)
     check_model(model)
     found = checkpoint.of_run(folder, best)
     cluster = cluster or Cluster.from_env()

@@ -367,6 +367,8 @@ BEFORE = [
     (["study", "digits", "--batches", "64", "--init", ""], "--init is empty"),
     (["evaluate", ""], "megabatch: evaluate was given an empty word: is a variable not set?"),
     (["evaluate", "torn"], "torn/config.json is not the config of a run: it is not JSON: Unter"),
+    (["evaluate", "own model"], "own model was trained with model of its caller's: evaluate it fr"),
+    (["evaluate", "own data"], "own data was trained with data of its caller's: evaluate it from"),
     (["report", "study/64-s0", "--out", ""], "--out is empty"),
     (["report", "study/64-s0", "--out", "/"], "/ cannot be written: name a file"),
     (["pack", "", "x.arrow"], "pack was given an empty word"),
@@ -393,8 +395,10 @@ def test_mistakes_are_told_before_a_worker_is_started(tmp_path):
     made_up_run(tmp_path / "study", 64, 0, 0.9)
     for name in ("file", "some.arrow"):
         (tmp_path / name).touch()
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / "config.json").write_text('{"a')
+    own = {"own model": {"model": "own Net"}, "own data": {"data": {"source": "own"}}}
+    for name, text in {"torn": '{"a', **{n: json.dumps(c) for n, c in own.items()}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
     done = subprocess.run(
         [sys.executable, "-c", REFUSING], input=json.dumps([words for words, _ in BEFORE]),
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, cwd=tmp_path,
@@ -405,7 +409,9 @@ def test_mistakes_are_told_before_a_worker_is_started(tmp_path):
         assert (status, with_torch) == (2, False), (arguments, said)
         assert says in said and said.count("\n") == 1, (arguments, said)
         assert ("--data.path says" in said) is ("--data.path says" in says), (arguments, said)
-    assert {path.name for path in tmp_path.iterdir()} == {"study", "torn", "file", "some.arrow"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "study", "torn", "file", "some.arrow", *own,
+    }  # fmt: skip
 
 
 def test_an_empty_word_may_take_back_what_a_config_says():

@@ -31,6 +31,19 @@ def check_run(path: Path, otherwise: str = "") -> None:
     raise UserError(f"{path} is not the folder of a run: {hint}{otherwise}")
 
 
+def check_brought(
+    run: str | os.PathLike[str], config: Config, model: object = None, data: object = None
+) -> None:
+    """Refuse an evaluation without the model or the data that a run's caller brought: no file has
+    them."""
+    for own, given, word in ((config.model, model, "model"), (config.data.source, data, "data")):
+        if own.startswith("own") and given is None:
+            raise UserError(
+                f"{run} was trained with {word} of its caller's: evaluate it from Python, "
+                f"megabatch.evaluate(run, {word}=...)"
+            )
+
+
 def runs_in(path: Path) -> list[Path]:
     """The runs that lie in a folder."""
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.data.paths import check_named, moved
 from megabatch.errors import DONE, UserError
-from megabatch.runs.begun import check_run
+from megabatch.runs.begun import check_brought, check_run
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.workers import on_workers
 from megabatch.verbs.writing import say_result
@@ -44,7 +44,9 @@ def run(arguments: list[str]) -> int:
     flags = parse(EvaluateFlags, "evaluate", arguments)
     folder = Path(flags.run)
     check_run(folder)
-    data = moved(Config.read(folder / "config.json").data, flags.data.path)
+    config = Config.read(folder / "config.json")
+    data = moved(config.data, flags.data.path)
+    check_brought(folder, replace(config, data=data))
     try:
         check_named(data)
     except UserError as error:
