@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from megabatch.batch import Stage
     from megabatch.between_steps import Summary
     from megabatch.cluster import Cluster
-    from megabatch.config import Config, Data, LearningRate, Noise, OptimizerConfig
+    from megabatch.config import Config, Data, Hybrid, LearningRate, Noise, OptimizerConfig
     from megabatch.data.own_loop import Loader
     from megabatch.errors import RunFailed, UserError
     from megabatch.evaluation import evaluate
-    from megabatch.optim import LAMB, LARS, parameter_groups
+    from megabatch.optim import LAMB, LARS, Muon, parameter_groups
     from megabatch.planner import forecast
     from megabatch.runs.listening import Logger
     from megabatch.schedule import constant, cosine, join, linear_scaling, poly, step_decay, warmup
@@ -34,9 +34,11 @@ __all__ = [
     "Config",
     "Data",
     "GradSync",
+    "Hybrid",
     "LearningRate",
     "Loader",
     "Logger",
+    "Muon",
     "Noise",
     "OptimizerConfig",
     "RunFailed",
@@ -64,10 +66,10 @@ __all__ = [
 _HOMES = {
     "batch": ["Stage"],
     "cluster": ["Cluster"],
-    "config": ["Config", "Data", "LearningRate", "Noise", "OptimizerConfig"],
+    "config": ["Config", "Data", "Hybrid", "LearningRate", "Noise", "OptimizerConfig"],
     "data.own_loop": ["Loader"],
     "errors": ["RunFailed", "UserError"],
-    "optim": ["LAMB", "LARS", "parameter_groups"],
+    "optim": ["LAMB", "LARS", "Muon", "parameter_groups"],
     "planner": ["forecast"],
     "runs.listening": ["Logger"],
     "schedule": ["constant", "cosine", "join", "linear_scaling", "poly", "step_decay", "warmup"],

@@ -21,9 +21,11 @@ PAGE = ROOT / "docs" / "api.md"
 
 SECTIONS = {
     "Whole runs": ["train", "evaluate", "Summary", "Logger", "forecast"],
-    "Settings": ["Config", "Data", "LearningRate", "OptimizerConfig", "Noise", "Stage", "recipes"],
+    "Settings": [
+        "Config", "Data", "LearningRate", "OptimizerConfig", "Noise", "Hybrid", "Stage", "recipes",
+    ],
     "Pieces for your own loop": [
-        "Cluster", "Loader", "GradSync", "LARS", "LAMB", "parameter_groups", "models",
+        "Cluster", "Loader", "GradSync", "LARS", "LAMB", "Muon", "parameter_groups", "models",
     ],
     "Rates": ["warmup", "constant", "poly", "cosine", "step_decay", "join", "linear_scaling"],
     "All-reduce as a value": ["plans"],

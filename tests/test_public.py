@@ -14,10 +14,10 @@ ROOT = Path(mb.__file__).parent.parent
 # What users rely on. A name goes or comes only with a line here.
 NAMES = {
     "recipes", "plans", "models", "__version__",
-    "Config", "Data", "LearningRate", "Noise", "OptimizerConfig", "Stage",
+    "Config", "Data", "Hybrid", "LearningRate", "Noise", "OptimizerConfig", "Stage",
     "UserError", "RunFailed",
     "linear_scaling", "warmup", "constant", "poly", "cosine", "step_decay", "join",
-    "LARS", "LAMB", "parameter_groups", "Cluster", "GradSync",
+    "LARS", "LAMB", "Muon", "parameter_groups", "Cluster", "GradSync",
     "train", "evaluate", "Summary", "Logger", "Loader", "forecast",
 }  # fmt: skip
 
