@@ -4,6 +4,7 @@ Values are small integers where order must not matter: any order sums them exact
 """
 
 import math
+import re
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from megabatch.plans import HIERARCHICAL, PLANS, RING, THREE_PHASE, TORUS, Move,
 from megabatch.plans.phase import Axis, Op
 from megabatch.sync.execute import Pipeline, execute
 from megabatch.sync.lanes import Reduction
+from megabatch.sync.meeting import Disagreement
 from megabatch.sync.program import program
 from megabatch.sync.segment import Buffers, Segment
 from megabatch.sync.summation import tree_all_reduce
@@ -195,6 +197,47 @@ def many_at_once(cluster):
         for reduction in sums:
             reduction.wait()
     return [t.unique().tolist() for t in tensors]
+
+
+def unlike(cluster, what):
+    """The last rank sums something else than the others; first, all sum alike."""
+    other = cluster.rank == cluster.world - 1
+    plan, wire, dtype, length = through(TORUS, "ring"), None, torch.float32, 8
+    if other:
+        length = 9 if what == "length" else length
+        dtype = torch.float64 if what == "dtype" else dtype
+        wire = torch.float16 if what == "wire" else wire
+        plan = through(RING, "ring") if what == "plan" else plan
+        plan = through(TORUS, "halving_doubling") if what == "wiring" else plan
+    with Pipeline(cluster) as pipeline:
+        alike = torch.ones(5)
+        for _ in range(3):
+            pipeline.sum(through(TORUS, "ring"), alike)
+        heard = ""
+        if other:  # the others would wait for it
+            with pytest.raises(Disagreement) as error:
+                pipeline.sum(plan, torch.ones(length, dtype=dtype), wire)
+            heard = str(error.value)
+        elif cluster.first:  # all of a sum but its messages
+            pipeline._compare(plan, torch.ones(length, dtype=dtype), wire, 0)
+    return alike.tolist(), heard
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("length", "rank 2 says bucket 0 has 9 x torch.float32, .* rank 0 says bucket 0 has 8 x"),
+        ("dtype", "has 8 x torch.float64, .* rank 0 says bucket 0 has 8 x torch.float32"),
+        ("wire", "on the wire torch.float16, .* rank 0 says .* on the wire torch.float32"),
+        ("plan", "by all_reduce on xy.* rank 0 says .*by reduce_scatter on x"),
+        ("wiring", r"\(halving_doubling\).* rank 0 says .*by reduce_scatter on x \(ring\)"),
+    ],
+)
+def test_a_rank_that_sums_something_else_is_told_so(what, words):
+    """gloo would end the process, or sums would be wrong; the same sum again costs no message."""
+    *others, (alike, heard) = run_ranks(unlike, 3, what)
+    assert [sums for sums, _ in others] == [[27.0] * 5] * 2 and alike == [27.0] * 5
+    assert re.search(words, heard), heard
 
 
 def test_many_tensors_may_be_on_their_way_at_once():
@@ -398,12 +441,15 @@ def test_a_rank_of_3456_has_its_program_sooner_than_torch():
         from torch.testing._internal.distributed.fake_pg import FakeStore
         from megabatch.cluster import Cluster
         from megabatch.sync.execute import Pipeline
+        from megabatch.sync.meeting import Meeting
         from megabatch.sync.program import program
         from megabatch.plans import PLANS, TORUS, through
         imports = time.process_time()
         dist.init_process_group("fake", store=FakeStore(), rank=1234, world_size=3456)
         cluster = Cluster(1234, 3456, 2, 4, torch.device("cpu"), (48, 72))
-        pipeline = Pipeline(cluster, number=1)  # such a store holds no meeting
+        # Such a store holds no meeting of more than one.
+        meeting = Meeting(Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1)), "a pipeline")
+        pipeline = Pipeline(cluster, meeting=meeting)
         for plan in PLANS.values():
             program(plan, 48, 72, 1234)
             pipeline.submit(plan, torch.ones(100)).wait()

@@ -53,11 +53,11 @@ class Pipeline:
     """Sums of many tensors, in order of submission, in a few lanes that work side by side.
 
     Every worker makes it, in the same order as its other pipelines: they then agree on a number of
-    their own, so that no two pipelines mix their messages (`number` is that of a meeting that was
-    held already). Segment j of all that was ever submitted goes through lane j mod `lanes`, so
-    every worker must submit the same lengths in the same order. Lanes note each phase that they
-    begin in `log`; from a lane's thread `on_error(reduction, error)` is told what went wrong, and
-    must end the reduction.
+    their own, so that no two pipelines mix their messages (`meeting` is one that was held already).
+    Segment j of all that was ever submitted goes through lane j mod `lanes`, so every worker must
+    submit the same lengths in the same order; each kind of tensor is compared with the first
+    worker's when it is first summed. Lanes note each phase that they begin in `log`; from a lane's
+    thread `on_error(reduction, error)` is told what went wrong, and must end the reduction.
     """
 
     def __init__(
@@ -67,17 +67,16 @@ class Pipeline:
         segment_bytes: int = SEGMENT_BYTES,
         log: SimpleQueue[Begun] | None = None,
         on_error: OnError | None = None,
-        number: int | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         if not 1 <= lanes <= _MOST_LANES:
             raise UserError(f"there are 1 to {_MOST_LANES} lanes, not {lanes}")
         if segment_bytes < 1:
             raise UserError(f"segments of {segment_bytes} bytes hold nothing: give 1 or more")
         self._cluster, self._segment_bytes, self._log = cluster, segment_bytes, log
-        if number is None:
-            what = f"a pipeline of {lanes} lanes and segments of {segment_bytes} bytes"
-            number = Meeting(cluster, what).number
-        self._number = number
+        what = f"a pipeline of {lanes} lanes and segments of {segment_bytes} bytes"
+        self._meeting = meeting or Meeting(cluster, what)
+        self._compared: set[tuple[Any, ...]] = set()
         self._groups: dict[tuple[int, tuple[int, ...]], Any] = {}
         self._ready: set[Plan] = set()
         self._submitted = 0
@@ -149,6 +148,7 @@ class Pipeline:
             )
         if wire is not None and not (flat.is_floating_point() or flat.is_complex()):
             raise UserError(f"{flat.dtype} cannot travel as {wire}: leave the wire away")
+        self._compare(plan, flat, wire, bucket)
         self.prepare(plan)
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
@@ -167,12 +167,24 @@ class Pipeline:
                 rank=self._cluster.rank,
                 step=step,
                 bucket=bucket,
-                tag=_tag(self._number, lane, step, bucket),
+                tag=_tag(self._meeting.number, lane, step, bucket),
                 divide=divide,
                 log=self._log,
             )
             self._lanes[lane].run(journey, reduction)
         return reduction
+
+    def _compare(self, plan: Plan, flat: Tensor, wire: torch.dtype | None, bucket: int) -> None:
+        """Of each kind of sum the first: gloo would end the process over lengths that differ."""
+        kind = (bucket, flat.numel(), flat.dtype, wire, plan)
+        if kind in self._compared:
+            return
+        self._meeting.compare(
+            f"sum {len(self._compared)}",
+            f"bucket {bucket} has {flat.numel()} x {flat.dtype}, on the wire {wire or flat.dtype}, "
+            f"by {' then '.join(f'{phase} ({phase.via})' for phase in plan)}",
+        )
+        self._compared.add(kind)
 
     def prepare(self, plan: Plan) -> None:
         """Make what a plan needs before its first sum; all workers do so in the same order."""

@@ -5,7 +5,6 @@ hide."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
@@ -169,24 +168,22 @@ class Planned:
         if wire not in WIRES:
             raise UserError(f"there is no wire {wire!r}: {nearest(wire, WIRES)}")
         self._wire = WIRES[wire]
-        self._meeting = Meeting(cluster, what, late_seconds)
+        meeting = Meeting(cluster, what, late_seconds)
         backend = "nccl" if cluster.device.type == "cuda" else "gloo"
-        self.choice = self._meeting.decide(
+        self.choice = meeting.decide(
             "plan",
             lambda: choose_plan(
                 plan, backend, thresholds=thresholds, machine=machine, grid=cluster.grid
             ),
         )
         if sizes is not None:
-            self._meeting.compare("sizes", f"its buckets have {list(sizes)} elements, {wire}")
-        self._compared: dict[int, str] = {}
-        self._keys = (f"{count}" for count in itertools.count())
+            meeting.compare("sizes", f"its buckets have {list(sizes)} elements, {wire}")
         self._sent: list[Reduction] = []
         self.steps = 0  # begun: the first bucket of each was sent
         with contextlib.ExitStack() as ending:
             self.heartbeat: Heartbeat | None = None
             if silent_seconds is not None and cluster.world > 1:
-                keys = self._meeting.keys("heartbeat")
+                keys = meeting.keys("heartbeat")
                 self.heartbeat = Heartbeat(cluster, keys, silent_seconds, late_seconds)
                 ending.callback(self.heartbeat.close)
             watch = self.heartbeat
@@ -196,7 +193,7 @@ class Planned:
                 segment_bytes,
                 log=watch.log if watch else None,
                 on_error=watch.failed if watch else None,
-                number=self._meeting.number,
+                meeting=meeting,
             )
             ending.callback(self._pipeline.close)
             # Here and not at a bucket's first sum: backward may reach the buckets of two modules in
@@ -224,14 +221,14 @@ class Planned:
         wire = None if is_control else self._wire
         travels = wire or total.dtype
         plan = self.choice.plan(total.numel() * travels.itemsize)
-        self._compare(
-            bucket,
-            f"bucket {bucket} has {total.numel()} x {total.dtype}, on the wire {travels}, "
-            f"by {' then '.join(map(str, plan))}",
-        )
-        reduction = self._pipeline.submit(
-            plan, total, wire=wire, divide=divide, bucket=bucket, step=self.steps
-        )
+        try:
+            reduction = self._pipeline.submit(
+                plan, total, wire=wire, divide=divide, bucket=bucket, step=self.steps
+            )
+        except Disagreement as error:
+            if self.heartbeat:
+                self.heartbeat.accuse(str(error))
+            raise
         if self.heartbeat:
             self.heartbeat.expect(reduction)
         self._sent.append(reduction)
@@ -247,15 +244,3 @@ class Planned:
         """End lanes, process groups and heartbeat; each worker when it likes, after its sums are
         there."""
         self._ending.close()
-
-    def _compare(self, bucket: int, statement: str) -> None:
-        """Each bucket once, and again when it has changed (DDP builds its buckets anew)."""
-        if self._compared.get(bucket) == statement:
-            return
-        self._compared[bucket] = statement
-        try:
-            self._meeting.compare(next(self._keys), statement)
-        except Disagreement as error:
-            if self.heartbeat:
-                self.heartbeat.accuse(str(error))
-            raise
