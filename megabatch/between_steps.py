@@ -154,15 +154,14 @@ class Run:
         self.folder.check()
 
     def _tell_unreached(self) -> None:
-        """torch's optimizers leave alone what has no gradient; here it counts as one of 0."""
+        """It stays as it is, as torch's optimizers leave it: few mean that."""
         names = self.parts.engine.unreached()
         if names:
             listed = ", ".join(names[:_LISTED])
             more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
             self.log.say(
-                f"the loss of the first step does not depend on {listed}{more}: weight decay "
-                f"shrinks what has no gradient, under LARS quickly; freeze what is not used "
-                f"(requires_grad_(False))"
+                f"the loss of the first step does not depend on {listed}{more}: what no pass of a "
+                f"step reaches stays as it is; freeze what is not used (requires_grad_(False))"
             )
 
     def _learn(self, numbers: StepNumbers | None) -> None:

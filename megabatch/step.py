@@ -124,7 +124,7 @@ def _update(parts: Parts, control: Control, count: int, lr: float, momentum: flo
     # On a CPU the host has it before it: where a step counts, nobody has to carry it along.
     gate = None if good.is_cpu and good else good
     engine.scale(1 / scale.value if scale.on else None, gate)
-    optimizer.step(good=gate, copies=parts.copies)
+    optimizer.step(good=gate, copies=parts.copies, reached=engine.reached(control))
     parts.moving.move(control.mean_statistics(count), parts.config.bn_momentum, gate)
     parts.average.update(good)
     numbers = control.for_host(engine.squared_norm(), scale.value, good)

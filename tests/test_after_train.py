@@ -597,14 +597,63 @@ class WithSpares(WithDropout):
         return out + self.at_times if self.training and self.passes % 2 == 0 else out
 
 
+class Seldom(WithDropout):
+    """Comes to a part of itself for some images alone, and can raise in a pass."""
+
+    def __init__(self, at=None):
+        super().__init__()
+        self.seldom = nn.Linear(64, 10)
+        self.at, self.passes, self.reached = at, 0, []
+
+    def forward(self, x):
+        self.passes += self.training
+        if self.training and self.passes == self.at:
+            raise Refuses
+        reaches = float(x[0].sum()) > -50
+        self.reached.append(reaches)
+        found = super().forward(x)
+        return found + self.seldom(x.flatten(1)) if reaches else found
+
+
+SELDOM = replace(
+    SHORT,
+    epochs=0.5,
+    save_every=0.1,
+    optimizer=replace(SHORT.optimizer, weight_decay=0.05, momentum_correction=True),
+)
+
+
+def seldom_run(config, out=None, at=None, resume=False):
+    return mb.train(
+        config, model=net_of(Seldom, at), out=out, resume=resume, quiet=True
+    ).weights_sha256
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_is_seldom_reached_ends_alike_on_any_workers_and_when_resumed(setting, tmp_path):
+    config = replace(SELDOM, **SETTINGS[setting])
+    net = net_of(Seldom)
+    mb.train(config, model=net, quiet=True)
+    passes = [net.reached[at : at + 5] for at in range(0, 5 * (net.passes // 5), 5)]  # of a step
+    steps = {any(step) for step in passes}
+    assert steps == {True, False}, net.reached
+    alone = seldom_run(config)
+    for world in (2, 3):
+        assert run_local(world, seldom_run, config) == alone
+    with pytest.raises(Refuses):
+        seldom_run(config, tmp_path / "run", at=23)
+    assert any((tmp_path / "run" / "checkpoints").iterdir())
+    assert seldom_run(config, tmp_path / "run", resume=True) == alone
+
+
 @pytest.mark.parametrize("micros", [1, 2])
 def test_parameters_that_no_pass_reaches_are_named(micros, capfd):
-    """torch leaves them alone; here their gradient is 0, and they decay: not without a word."""
+    """They stay as they are, as torch leaves them: not without a word."""
     config = replace(SHORT, save_every=0, deterministic=False, micro=SHORT.batch // micros)
     mb.train(config, model=net_of(WithSpares))
     lines = [line for line in capfd.readouterr().err.splitlines() if "does not depend" in line]
     seldom = "at_times, " if micros == 1 else ""  # the first pass does without it
     assert len(lines) == 1
-    assert f"on {seldom}spare.weight, spare.bias: weight decay" in lines[0]
+    assert f"on {seldom}spare.weight, spare.bias: what no pass" in lines[0]
     mb.train(config, model=net_of())
     assert "does not depend" not in capfd.readouterr().err

@@ -28,7 +28,7 @@ def test_what_goes_in_comes_out_under_its_name(micros, stops, batch):
     for rank, (row, stop) in enumerate(zip(rows[len(micros) :], stops, strict=True)):
         control.pack_worker(row, stop, batch if rank == 0 else 0)
     total = Control(rows.sum(0))
-    assert bool(total.good)
+    assert bool(total.good) and not bool(total.reached(0))
     assert total.mean_statistics(1).tolist() == [
         sum(statistics[place] for *_, statistics in micros) for place in range(width)
     ]
@@ -51,6 +51,17 @@ def test_what_goes_in_comes_out_under_its_name(micros, stops, batch):
     )
     resumed = StepNumbers.unpack(step, control.without_stop(numbers))
     assert not resumed.stop and resumed.batch == found.batch and resumed.squares == found.squares
+
+
+def test_a_parameter_is_reached_if_any_worker_came_to_it():
+    rows = torch.full((5, control.length(2, 3)), float("nan"))
+    for row in rows[:2]:
+        control.pack_micro_batch(row, torch.tensor(1.0), torch.ones(3), torch.tensor([4.0, 5.0]))
+    for row, unreached in zip(rows[2:], ([0], [0, 1], [0, 1, 2]), strict=True):
+        control.pack_worker(row, False, 0, 3, unreached)
+    total = Control(rows.sum(0), 3)
+    assert [bool(total.reached(index)) for index in range(3)] == [False, True, True]
+    assert total.mean_statistics(2).tolist() == [4.0, 5.0]
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

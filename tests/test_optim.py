@@ -181,6 +181,40 @@ def test_without_trust_the_pytorch_form_is_sgd(
             assert buffers[0] is None or bits(buffers[:1]) == bits(buffers[1:])
 
 
+RESTING = {
+    "paper": lambda p: LARS(p, 0.0, 0.9, 1e-2),
+    "corrected": lambda p: LARS(p, 0.0, 0.9, 1e-2, momentum_correction=True),
+    "pytorch": lambda p: LARS(p, 0.0, 0.9, 1e-2, form="pytorch", nesterov=True),
+    "without momentum": lambda p: LARS(p, 0.0, 0.0, 1e-2),
+    "fused": lambda p: LARS(p, 0.0, 0.9, 1e-2, fused=True),
+    "muon": lambda p: Muon(p, 0.0, 0.9),
+}
+
+
+@pytest.mark.parametrize("name", RESTING)
+def test_a_weight_that_was_not_reached_is_one_without_a_gradient(name):
+    """Also where only the device knows that: weight and state have the same bits."""
+    weights, gradients = draw(SHAPES, 6)
+    told, without = parameters(weights), parameters(weights)
+    ours, theirs = RESTING[name](told), RESTING[name](without)
+    halves = {told[0]: told[0].detach().half()}
+    for at, (g, lr) in enumerate(zip(gradients, [0.1, 0.2, 0.3, 0.2, 0.1, 0.4], strict=True)):
+        rests = at in (0, 2, 5)
+        step(theirs, [None if rests else g[0], *g[1:]], lr)
+        for group in ours.param_groups:
+            group["lr"] = lr
+        for p, gradient in zip(told, g, strict=True):
+            p.grad = torch.from_numpy(gradient.copy())
+        if rests:
+            told[0].grad.zero_()
+        ours.step(reached={told[0]: torch.tensor(not rests)}, copies=halves)
+        assert bits(told) == bits(without), at
+        assert torch.equal(halves[told[0]], told[0].half())
+        for mine, other in zip(told, without, strict=True):
+            for key, value in theirs.state[other].items():
+                assert bits([ours.state[mine][key]]) == bits([value]), (at, key)
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_without_trust_the_paper_form_is_its_reference(nesterov):
     weights, gradients = draw(SHAPES, 50)

@@ -109,6 +109,93 @@ def test_a_step_is_a_plain_loops_on_the_whole_batch(world):
         assert not numbers.skipped and not numbers.stop
 
 
+class Seldom(nn.Module):
+    """Has a layer that one micro-batch of the second step alone comes to, and one that none does;
+    both would decay."""
+
+    def __init__(self):
+        super().__init__()
+        self.often, self.seldom = nn.Linear(9, 5), nn.Linear(9, 5)
+        self.never = nn.Linear(2, 2)
+        firsts = [[float(m.images[0].sum()) for m in micro_batches(step)] for step in range(3)]
+        self.one = max(firsts[1])
+        assert sum(found == self.one for step in firsts for found in step) == 1
+
+    def forward(self, x):
+        found = self.often(x.flatten(1))
+        return found + self.seldom(x.flatten(1)) if float(x[0].sum()) == self.one else found
+
+
+def seldom_reached():
+    torch.manual_seed(1)
+    return Seldom().double()
+
+
+def seldom_trained(optimizer, deterministic=True):
+    """The same with the optimizer's state, at the end of each step."""
+    config = replace(CONFIG, optimizer=optimizer, deterministic=deterministic)
+    return [weights for weights, _ in trained(config, seldom_reached())]
+
+
+def seldom_plain():
+    net, found = seldom_reached(), []
+    matrices = [p for p in net.parameters() if p.ndim > 1]
+    rest = [p for p in net.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": rest}]
+    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9)
+    for step, rate in enumerate(RATES):
+        optimizer.zero_grad()
+        for micro in micro_batches(step):
+            loss = nn.functional.cross_entropy(
+                net(micro.images), micro.labels, reduction="sum", label_smoothing=0.1
+            )
+            (loss / 12).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        found.append({name: t.clone() for name, t in net.state_dict().items()})
+    return found
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_what_no_pass_of_a_step_reaches_is_left_alone_as_torch_leaves_it(world, deterministic):
+    arguments = SGD, deterministic
+    found = seldom_trained(*arguments) if world == 1 else run_local(
+        world, seldom_trained, *arguments
+    )  # fmt: skip
+    before = seldom_reached().state_dict()
+    for step, (weights, expected) in enumerate(zip(found, seldom_plain(), strict=True)):
+        for name, tensor in expected.items():
+            assert torch.allclose(weights[name], tensor, rtol=1e-12, atol=1e-13), (step, name)
+        for name in ("never.weight", "never.bias"):
+            assert torch.equal(weights[name], before[name])
+    seldom = [weights["seldom.weight"] for weights in found]
+    assert torch.equal(seldom[0], before["seldom.weight"])
+    assert not torch.equal(seldom[1], seldom[0])
+    assert torch.equal(seldom[2], seldom[1])  # its momentum rests, too
+
+
+OPTIMIZERS = {
+    "lars": OptimizerConfig(weight_decay=0.01, momentum_correction=True),
+    "lars, pytorch's form": OptimizerConfig(weight_decay=0.01, form="pytorch", nesterov=True),
+    "lamb": OptimizerConfig(name="lamb", weight_decay=0.01),
+    "muon": OptimizerConfig(name="muon", weight_decay=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_and_so_on_any_number_of_workers_with_the_same_bits(name):
+    alone = seldom_trained(OPTIMIZERS[name])
+    assert torch.equal(alone[2]["seldom.weight"], alone[1]["seldom.weight"])
+    assert not torch.equal(alone[1]["seldom.weight"], alone[0]["seldom.weight"])
+    for world in (2, 3):
+        for mine, theirs in zip(
+            alone, run_local(world, seldom_trained, OPTIMIZERS[name]), strict=True
+        ):
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
 def test_a_layer_that_two_places_share_is_one_layer():
     """Weights of both uses get one gradient, its batch norm is replaced once."""
     torch.manual_seed(2)

@@ -27,8 +27,9 @@ class LAMB(Layerwise):
 
     As in the MLPerf reference, both moments are bias-corrected and the ratio is not bounded. The
     reference clips the gradient's global norm to 1 first; that is left to the caller. A step that
-    does not count still counts in the bias correction, whose clock is the host's; with `capturable`
-    it is the device's, and such a step does not count there either.
+    does not count, or of which only the device knows that it did not reach a weight, still counts
+    in the bias correction, whose clock is the host's; with `capturable` it is the device's, and
+    such a step does not count there either.
     """
 
     STATE = ("step", "exp_avg", "exp_avg_sq")

@@ -150,6 +150,11 @@ class LARS(Layerwise):
             )
         return found or update
 
+    def _keep(self, group: Group, weight: Tensor) -> dict[str, Tensor]:
+        if group["momentum"]:
+            self._buffer(weight)  # what it would begin with: decay is in it after the first step
+        return super()._keep(group, weight)
+
     def _buffer(self, weight: Tensor) -> Tensor:
         state = self.state[weight]
         buffer: Tensor | None = state.get("momentum_buffer")
@@ -173,6 +178,7 @@ class LARS(Layerwise):
         # Also the buffers of weights without a gradient in this step, which `update` does not see:
         # there is one previous rate for all of them.
         resting = [self.state.get(p, {}) for p in group["params"] if p.grad is None]
+        resting += [self._kept[p] for p in group["params"] if p in self._kept]
         for buffer in (state.get("momentum_buffer") for state in resting):
             if buffer is not None:
                 buffer.mul_(factor.to(buffer.device) if isinstance(factor, Tensor) else factor)

@@ -18,6 +18,8 @@ from megabatch.optim.groups import Group
 Number = float | Tensor
 """a float, or a 0-dim tensor on the device, which the host never reads"""
 
+_WEIGHT = "weight"
+"""among what is kept of a weight, the weight itself"""
 _CACHED_BYTES = 1 << 20
 """of weights, beside which lie as many of gradients, momentum and the update"""
 
@@ -64,6 +66,7 @@ class Layerwise(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: Group) -> None:
         self._record: list[tuple[list[Tensor], Adaptation]] = []
+        self._kept: dict[Tensor, dict[str, Tensor]] = {}
         super().__init__(params, {**defaults, **self.GROUP})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -87,7 +90,7 @@ class Layerwise(torch.optim.Optimizer):
                     f"{' and '.join(self.STATE)} of each weight: it has {', '.join(held)}."
                 )
         super().__setstate__({**state, "defaults": defaults})
-        self._record = []
+        self._record, self._kept = [], {}
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; it may set any setting of its own, `adapt` and `share` among them."""
@@ -111,12 +114,15 @@ class Layerwise(torch.optim.Optimizer):
         *,
         good: Tensor | None = None,
         copies: Mapping[Tensor, Tensor] | None = None,
+        reached: Mapping[Tensor, Tensor] | None = None,
     ) -> float | None:
         """Update the weights that have a gradient; the host never waits for the device.
 
         `good`, a boolean on the device, says whether the step counts: where it is false weights and
         buffers stay as they were. Gradients must be finite then too: set them to 0. `copies` maps
         weights to tensors that hold them in another precision; they are written with the weight.
+        `reached`, a boolean on the device for some weights, whose gradient is then 0: where it is
+        false a weight and its state stay as if it had no gradient, which the host need not know.
         """
         loss = None
         if closure is not None:
@@ -129,10 +135,33 @@ class Layerwise(torch.optim.Optimizer):
         ]
         if any(p.grad.layout != torch.strided for _, weights in work for p in weights):
             raise ValueError(f"{type(self).__name__} needs dense gradients, got a sparse one.")
+        if reached:
+            self._kept = {
+                weight: self._keep(group, weight)
+                for group, weights in work
+                for weight in weights
+                if weight in reached
+            }
         for group, weights in work:
             if weights:
                 self._update(group, weights, good, copies or {})
+        if reached:
+            self._put_back(reached, copies or {})
         return loss
+
+    def _keep(self, group: Group, weight: Tensor) -> dict[str, Tensor]:
+        """A weight and its state before a step, copied; what is counted by the host goes on."""
+        held = {name: v for name, v in self.state[weight].items() if isinstance(v, Tensor)}
+        return {name: value.clone() for name, value in {**held, _WEIGHT: weight}.items()}
+
+    def _put_back(self, reached: Mapping[Tensor, Tensor], copies: Mapping[Tensor, Tensor]) -> None:
+        """Where they were not reached, weights and their state as they were kept."""
+        for weight, kept in self._kept.items():
+            for name, before in kept.items():
+                now = weight if name == _WEIGHT else self.state[weight][name]
+                now.copy_(torch.where(reached[weight], now, before))
+        write_copies(list(self._kept), copies)
+        self._kept = {}
 
     @property
     def ratios(self) -> dict[Tensor, Adaptation]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -63,7 +64,10 @@ class GradientSum:
         self._masters = masters or {}
         self._cluster = cluster
         self._buckets = buckets_of(parameters, bucket_bytes, tree)
-        self._control = TreeSum(control.length(statistics), like, tree)
+        self._parameters = parameters
+        # One worker alone knows which of them its passes came to.
+        self._slots = len(parameters) if cluster.world > 1 else 0
+        self._control = TreeSum(control.length(statistics, self._slots), like, tree)
         # Where there is nothing to sum, nothing is copied: a CPU takes as long for that as for SGD.
         alone = cluster.world == 1 and cluster.device.type == "cpu" and not tree
         self._may_stay = alone and all(p.dtype == dtype for p in parameters)
@@ -104,7 +108,7 @@ class GradientSum:
         sender = self._planned or self._lane
         if sender is not None:
             sender.close()
-        self._buckets = []
+        self._buckets, self._parameters = [], []
         self._sums.clear()
 
     def begin(self, count: int) -> tuple[int, int]:
@@ -183,14 +187,16 @@ class GradientSum:
                 bucket.parameters, bucket.views(self._sums[bucket.tree]), strict=True
             ):
                 self._masters.get(p, p).grad = gradient
-        return Control(self._sums[self._control])
+        return Control(self._sums[self._control], self._slots)
 
     def _own(self, stop: bool, batch: int) -> Tensor | None:
         """What this worker itself has to say; alone it need not say that there is nothing."""
         if self._cluster.world == 1 and not (stop or batch):
             return None
         own = self._control.fresh()
-        control.pack_worker(own, stop, batch if self._cluster.first else 0)
+        control.pack_worker(
+            own, stop, batch if self._cluster.first else 0, self._slots, self._unreached()
+        )
         return own
 
     def scale(self, factor: Tensor | None, good: Tensor | None) -> None:
@@ -224,9 +230,27 @@ class GradientSum:
         return taken
 
     def unreached(self) -> list[str]:
-        """The parameters that no micro-batch computed here has had a gradient for, by name."""
-        found = {p for bucket in self._buckets for p in bucket.unreached or ()}
+        """The parameters that no micro-batch computed here in this step has had a gradient for, by
+        name."""
+        found = {self._parameters[index] for index in self._unreached()}
         return [name for name, p in self._module.named_parameters() if p in found]
+
+    def reached(self, total: Control) -> dict[Tensor, Tensor]:
+        """After finish(), of what no pass here came to in this step (their masters, where they have
+        one): whether one of another worker's did, a boolean on the device."""
+        found: dict[Tensor, Tensor] = {}
+        for index in self._unreached():
+            p, reached = self._parameters[index], total.reached(index)
+            if not (reached.is_cpu and reached):  # a worker without passes came to none
+                found[self._masters.get(p, p)] = reached
+        return found
+
+    def _unreached(self) -> list[int]:
+        if all(bucket.unreached is not None and not bucket.unreached for bucket in self._buckets):
+            return []
+        missed = [b.parameters if b.unreached is None else b.unreached for b in self._buckets]
+        found = set(itertools.chain.from_iterable(missed))
+        return [index for index, p in enumerate(self._parameters) if p in found]
 
     def squared_norm(self) -> Tensor:
         """Of the whole gradient, after finish()."""

@@ -8,12 +8,14 @@ the device reads of the sum, and what the host reads of it a step later.
     2  batch       the batch proposed for the steps to come        by the first worker
     3  loss        sum over images                                 by each micro-batch
     4  top1, 5 top5   images whose label is the best, among the five best
-    6  statistics  batch norm's means and variances, to the end
+    6  statistics  batch norm's means and variances                by each micro-batch
+       reached     workers whose passes came to each parameter     by each worker, if not alone
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +27,10 @@ SQUARES, STOP, BATCH, LOSS, TOP1, TOP5, STATISTICS = range(7)
 COUNTS = STATISTICS - LOSS
 
 
-def length(statistics: int) -> int:
-    """Of the vector of a net whose batch norm has so many statistics."""
-    return STATISTICS + statistics
+def length(statistics: int, parameters: int = 0) -> int:
+    """Of the vector of a net whose batch norm has so many statistics, and that has so many
+    parameters to tell of."""
+    return STATISTICS + statistics + parameters
 
 
 def counts(logits: Tensor, labels: Tensor, loss: Tensor) -> Tensor:
@@ -40,16 +43,26 @@ def counts(logits: Tensor, labels: Tensor, loss: Tensor) -> Tensor:
 def pack_micro_batch(row: Tensor, squares: Tensor, counts: Tensor, statistics: Tensor) -> None:
     """Fill a row with what one micro-batch contributes."""
     nothing = row.new_zeros(LOSS - STOP)
-    torch.cat([squares.view(1), nothing, counts, statistics], out=row)
+    parts = [squares.view(1), nothing, counts, statistics]
+    if parameters := len(row) - length(len(statistics)):
+        parts.append(row.new_zeros(parameters))
+    torch.cat(parts, out=row)
 
 
-def pack_worker(row: Tensor, stop: bool, batch: int) -> None:
-    """Fill a row with what one worker contributes, whether it was dealt micro-batches or not."""
+def pack_worker(
+    row: Tensor, stop: bool, batch: int, parameters: int = 0, unreached: Collection[int] = ()
+) -> None:
+    """Fill a row with what one worker contributes, whether it was dealt micro-batches or not;
+    `unreached` are those of the parameters that none of its passes came to."""
     # By fills, whose numbers travel with the launch: an assignment would copy them from the host's
     # memory, and wait for the device.
     row.zero_()
     row[STOP].fill_(float(stop))
     row[BATCH].fill_(batch)
+    if len(unreached) < parameters:
+        reached = row[-parameters:].fill_(1.0)
+        for index in unreached:
+            reached[index].fill_(0.0)
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,8 @@ class Control:
     """The sum over all micro-batches and workers, on the device."""
 
     vector: Tensor
+    parameters: int = 0
+    """that it tells of"""
 
     @property
     def good(self) -> Tensor:
@@ -65,8 +80,14 @@ class Control:
 
     def mean_statistics(self, count: int) -> Tensor:
         """Over so many micro-batches."""
-        sums = self.vector[STATISTICS:]
+        sums = self.vector[STATISTICS : len(self.vector) - self.parameters]
         return sums / count if count > 1 else sums
+
+    def reached(self, index: int) -> Tensor:
+        """Whether a pass of any worker came to a parameter, a boolean, where one did not here."""
+        if self.parameters == 0:
+            return torch.zeros((), dtype=torch.bool, device=self.vector.device)
+        return self.vector[index - self.parameters] > 0
 
     def for_host(self, gradient_square: Tensor, loss_scale: Tensor, good: Tensor) -> Tensor:
         """What the host wants to know of the step, as StepNumbers.unpack reads it."""

@@ -153,7 +153,7 @@ class Bucket:
         self.awaited = set(parameters)
         """those whose gradients of this micro-batch are not there yet"""
         self.unreached: set[nn.Parameter] | None = None
-        """those that no backward pass has come to so far (None: there was none)"""
+        """those that no backward pass of this step has come to so far (None: there was none)"""
         self._views: dict[int, list[Tensor]] = {}
         """of the tree's own vectors, which it uses again and again, by address"""
 
@@ -161,6 +161,7 @@ class Bucket:
         for p in self.parameters:
             p.grad = None
         self.awaited = set(self.parameters)
+        self.unreached = None
         self.tree.begin(count, dealt)
 
     def views(self, flat: Tensor) -> list[Tensor]:
