@@ -97,6 +97,16 @@ class Cluster:
             timeout_seconds=timeout_seconds,
         )
 
+    @classmethod
+    def given(cls, cluster: Any) -> Cluster:
+        """A caller's cluster, or where it is None the one that the environment tells of."""
+        if cluster is not None and not isinstance(cluster, Cluster):
+            raise UserError(
+                f"cluster is {cluster!r:.80}, not a Cluster: give what Cluster.from_env() made, or "
+                f"leave it away"
+            )
+        return cls.from_env() if cluster is None else cluster
+
     @property
     def first(self) -> bool:
         """Whether this worker speaks for all: it prints, writes metrics and saves."""

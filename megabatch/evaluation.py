@@ -56,7 +56,7 @@ def evaluate(
     check_brought(run, config, model, data)
     check_model(model)
     found = checkpoint.of_run(folder, best)
-    cluster = cluster or Cluster.from_env()
+    cluster = Cluster.given(cluster)
     console = to_people(quiet or not cluster.first)
     with contextlib.ExitStack() as ending:
         ending.enter_context(compute_settings(config, cluster))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -49,6 +50,14 @@ def check_model(model: Any) -> None:
             f"model is wrapped in {type(model).__name__}, but training sums gradients over workers "
             f"itself: give the module inside, model.module"
         )
+    for name, layer in model.named_modules():
+        # A graph of torch.jit's hides which layers it has: its batch norm would see other spans,
+        # and other statistics on each worker.
+        if isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in layer.original_name:
+            raise UserError(
+                f"the model's {name} is a {layer.original_name} in a graph of torch.jit, whose "
+                f"statistics nobody can share: give the module that was scripted or traced"
+            )
     for name, weight in model.named_parameters():
         if is_lazy(weight) or weight.is_meta:
             raise UserError(f"the model's {name} has no values yet: call the model on images once")

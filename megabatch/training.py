@@ -71,7 +71,7 @@ def train(
 
     summary = None
     try:
-        summary = in_worlds(cluster or Cluster.from_env(), run)
+        summary = in_worlds(Cluster.given(cluster), run)
     finally:
         for one in theirs:
             one.end(None if summary is None else asdict(summary))

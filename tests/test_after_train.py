@@ -223,6 +223,11 @@ def made_in_inference_mode():
     return nn.Linear(64, 10)
 
 
+def scripted(net):
+    with pytest.warns(DeprecationWarning):
+        return torch.jit.script(net)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -236,6 +241,8 @@ def made_in_inference_mode():
         ((SHORT, nn.Linear(64, 10, device="meta")), "the model's weight has no values yet"),
         ((SHORT, nn.Linear(64, 10, dtype=torch.complex64)), "the model's weight is complex"),
         ((SHORT, with_a_complex_buffer()), "the model's filter is complex"),
+        ((SHORT, [net_of()]), r"model is \[WithDropout\( \(body.*\], not a torch\.nn\.Module"),
+        ((SHORT, scripted(net_of().body)), "the model's 1 is a BatchNorm2d in a graph of"),
         ((SHORT, made_in_inference_mode()), "the model's weight was made in torch.inference_mode"),
     ],
 )
@@ -243,6 +250,13 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(arguments, words):
     with pytest.raises(UserError, match=words) as refused:
         mb.train(*arguments)
     assert "\n" not in str(refused.value)
+
+
+def test_what_is_no_cluster_is_refused_in_a_sentence():
+    with pytest.raises(
+        UserError, match=r"cluster is 2, not a Cluster: give what Cluster\.from_env"
+    ):
+        mb.train(SHORT, cluster=2)
 
 
 class Answers(WithDropout):

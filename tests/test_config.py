@@ -7,6 +7,7 @@ import typing
 from dataclasses import fields, replace
 from typing import Literal
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,7 +76,12 @@ def changed(config, change):
         ({"stages": (Stage(5, 128, 1.5),)}, "the momentum of stage 1 is 1.5"),
         ({"stages": (Stage("5", 128),)}, "the epoch of stage 1 is '5': give a finite number"),
         ({"stages": ((5, 128),)}, "give a Stage"),
-        ({"stages": [Stage(5, 128)]}, "give any number of values"),
+        ({"stages": [Stage(5, 128)]}, "give any number of values, as a tuple"),
+        (
+            {"batch": numpy.int64(64)},
+            "batch is np.int64(64): give a whole number of Python's own",
+        ),
+        ({"epochs": numpy.float32(3)}, "give a finite number of Python's own"),
         ({"lr": {"warmup": 20}}, "the warm-up of 20 epochs does not fit into 10"),
         ({"lr": {"decay": "steps"}}, "names no epochs"),
         ({"lr": {"decay": "steps", "drop_at": (1.0, 5.0)}}, "give epochs after the warm-up (2)"),

@@ -181,6 +181,12 @@ def test_without_trust_the_pytorch_form_is_sgd(
             assert buffers[0] is None or bits(buffers[:1]) == bits(buffers[1:])
 
 
+@pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, 0.99, 0.999)])
+def test_lamb_has_two_betas(betas):
+    with pytest.raises(ValueError, match="betas must be two numbers"):
+        LAMB(parameters([np.ones(3)]), 0.1, betas=betas)
+
+
 RESTING = {
     "paper": lambda p: LARS(p, 0.0, 0.9, 1e-2),
     "corrected": lambda p: LARS(p, 0.0, 0.9, 1e-2, momentum_correction=True),

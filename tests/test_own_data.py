@@ -325,6 +325,8 @@ def test_items_that_are_no_pairs():
     refused(of((floats(), 0), changed=floats()), "item 7 of the data set is a Tensor")
     refused(of((floats(), 0), changed={"x": 1, "y": 2}), "item 7 .* holds x, y: name its parts")
     refused(of((floats(), 0), changed=(floats(),)), "item 7 of the data set is a tuple")
+    three = [[(floats(), 0), (floats(), 1)]] * 3  # training, validation and test
+    refused(three, "item 0 of the data set has a tuple where its image should be")
 
 
 def test_what_is_no_data_set():

@@ -136,8 +136,16 @@ def test_mistakes_are_one_sentence():
         mb.Loader(PAIR, batch=16, cluster=worker(), seen=5)
     with pytest.raises(UserError, match="the loader has no images: name a folder or a pack"):
         mb.Loader(None, batch=16, cluster=worker())
-    with pytest.raises(UserError, match=r"dtype is 'float32': give torch's own, torch\.float32"):
-        mb.Loader(PAIR, batch=16, cluster=worker(), dtype="float32")
+    for seen in (16.0, "16", -16):
+        with pytest.raises(UserError, match=f"seen is '?{seen}'?, not a multiple of the batch, 16"):
+            mb.Loader(PAIR, batch=16, cluster=worker(), seen=seen)
+    for dtype in ("float32", torch.int64, torch.complex64):  # whose images would be all 0
+        with pytest.raises(UserError, match=r"dtype is .*: give one of torch's floating point"):
+            mb.Loader(PAIR, batch=16, cluster=worker(), dtype=dtype)
+    with pytest.raises(
+        UserError, match=r"cluster is 'here', not a Cluster: give what Cluster\.from_env"
+    ):
+        mb.Loader(PAIR, batch=16, cluster="here")
     with pytest.raises(UserError, match="/nowhere"):
         mb.Loader("/nowhere", batch=16, cluster=worker())
     with mb.Loader(PAIR, batch=16, cluster=worker()) as loader:

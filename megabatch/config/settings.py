@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 import reprlib
 import types
 import typing
@@ -121,7 +122,7 @@ def shown(value: Any) -> str:
         return " ".join(map(shown, value)) or "empty"
     if dataclasses.is_dataclass(value):
         return str(value)
-    return f"{value:g}" if isinstance(value, float) else _SHOWN.repr(value)
+    return f"{value:g}" if isinstance(value, float) else " ".join(_SHOWN.repr(value).split())
 
 
 def _wanted(value: Any, kind: Any) -> str | None:
@@ -139,6 +140,8 @@ def _wanted(value: Any, kind: Any) -> str | None:
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return None if isinstance(value, kind) else f"give a {kind.__name__}"
     right, words = _PLAIN[kind](value)
+    if not right and isinstance(value, numbers.Number) and not isinstance(value, int | float):
+        words += " of Python's own, int(...) or float(...)"  # numpy's, say, which JSON has not
     return None if right else words
 
 
@@ -146,7 +149,7 @@ def _wanted_tuple(value: Any, inner: tuple[Any, ...]) -> str | None:
     several = inner[-1] is Ellipsis
     count = "any number of" if several else str(len(inner))
     if not isinstance(value, tuple) or not (several or len(value) == len(inner)):
-        return f"give {count} values"
+        return f"give {count} values" + (", as a tuple" if isinstance(value, list) else "")
     kinds = inner[:1] * len(value) if several else inner
     wrong = (_wanted(item, one) for item, one in zip(value, kinds, strict=True))
     return next((words for words in wrong if words is not None), None)

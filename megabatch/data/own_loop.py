@@ -6,6 +6,7 @@ number of workers sees the same batches, and `seen` is all there is to save and 
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -56,9 +57,11 @@ class Loader:
         """`augment`: random crops of 8 to 100 % and mirrored halves, where the source is a path;
         `seen`: begin after so many images, as saved from another loader of the same batch; every
         worker of the cluster makes one."""
-        if not isinstance(dtype, torch.dtype):
-            raise UserError(f"dtype is {dtype!r}: give torch's own, torch.float32 say")
-        cluster = cluster or Cluster.from_env()
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise UserError(
+                f"dtype is {dtype!r}: give one of torch's floating point, torch.float32 say"
+            )
+        cluster = Cluster.given(cluster)
         settings, own = _settings(source, size, channels, augment)
         check_setting(Config, "batch", batch)
         if batch % cluster.world:
@@ -100,12 +103,12 @@ class Loader:
 
     @seen.setter
     def seen(self, images: int) -> None:
-        if images < 0 or images % self._batch:
+        if not isinstance(images, numbers.Integral) or images < 0 or images % self._batch:
             raise UserError(
-                f"seen is {images}, not a multiple of the batch, {self._batch}: give what a "
+                f"seen is {images!r}, not a multiple of the batch, {self._batch}: give what a "
                 f"loader of this batch said"
             )
-        self._seen = images
+        self._seen = int(images)
 
     @property
     def epoch(self) -> float:

@@ -359,7 +359,10 @@ class OwnData(Source):
             elif image.mode not in modes.values():
                 image = image.convert("RGB")
         if not isinstance(image, Tensor):
-            array = numpy.asarray(image)
+            try:
+                array = numpy.asarray(image)
+            except ValueError:  # lists of several lengths
+                array = numpy.empty(0, dtype=object)
             if array.dtype.kind not in "buif":
                 kind = type(image).__name__
                 raise self._wrong(index, f"has {_article(kind)} {kind} where its image should be")

@@ -72,8 +72,11 @@ class LAMB(Layerwise):
 
     def _check(self, group: Group) -> None:
         super()._check(group)
-        if not all(0 <= beta < 1 for beta in group["betas"]):
-            raise ValueError(f"betas must lie in [0, 1), got {group['betas']}.")
+        betas = group["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ValueError(f"betas must be two numbers, got {betas}.")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must lie in [0, 1), got {betas}.")
 
     def _update(
         self,
