@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import megabatch as mb
 from megabatch.cluster import Cluster
+from megabatch.errors import UserError
 from megabatch.sync.ddp import GradSync
 from megabatch.sync.execute import Pipeline
-from megabatch.sync.meeting import Disagreement
+from megabatch.sync.meeting import Disagreement, Meeting
 from megabatch.sync.senders import Planned
 
 STEPS, WIDTH = 4, 24
@@ -209,6 +210,52 @@ def test_parts_made_in_another_order_are_told_so():
         )
         assert "a pipeline of 3 lanes" in message
         assert "a GradSync of 3 lanes" in message
+
+
+def made_wrongly(cluster):
+    found = []
+    for arguments in (
+        {"plan": 3},
+        {"plan": ["reduce", "broadcast"]},
+        {"wire": torch.float16},
+        {"lanes": 2.5},
+        {"silent_seconds": -1},
+        {"silent_seconds": float("nan")},
+        {"late_seconds": 0},
+    ):
+        with pytest.raises(UserError) as error:
+            GradSync(cluster, **arguments)
+        found.append(str(error.value))
+    return found
+
+
+def test_what_no_gradsync_takes_is_a_sentence_on_every_rank():
+    first, second = run_ranks(made_wrongly, 2)
+    assert (
+        first
+        == second
+        == [
+            "plan is 3: give a name, torus say, or phases in a tuple",
+            "plan is ['reduce', 'broadcast']: give a name, torus say, or phases in a tuple",
+            "there is no wire torch.float16: there are fp32, fp16, bf16",
+            "there are 1 to 16 lanes, not 2.5",
+            "silent_seconds is -1: give seconds, more than 0",
+            "silent_seconds is nan: give seconds, more than 0",
+            "late_seconds is 0: give seconds, more than 0",
+        ]
+    )
+
+
+def decided_by_a_broken_first(cluster):
+    meeting = Meeting(cluster, "a decision")
+    with pytest.raises(ZeroDivisionError if cluster.first else Disagreement) as error:
+        meeting.decide("the answer", lambda: 1 // 0)
+    return str(error.value)
+
+
+def test_nobody_waits_for_a_decision_that_failed():
+    _, heard = run_ranks(decided_by_a_broken_first, 2)
+    assert heard.startswith("rank 0 failed to decide on the answer: ZeroDivisionError")
 
 
 def made_by_one(cluster):

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.config import Hybrid
+from megabatch.config.settings import shown
 from megabatch.errors import UserError
-from megabatch.plans import Plan, check
+from megabatch.plans import Phase, Plan, check
 from megabatch.plans.names import check as check_name
 from megabatch.plans.names import named
 
@@ -52,6 +53,8 @@ def choose_plan(
 ) -> Choice:
     """What a setting means: a name, "hybrid" (by thresholds), "auto" (as measured) or phases."""
     if not isinstance(plan, str):
+        if not isinstance(plan, tuple) or not all(isinstance(phase, Phase) for phase in plan):
+            raise UserError(f"plan is {shown(plan)}: give a name, torus say, or phases in a tuple")
         try:
             check(plan)
         except ValueError as error:

@@ -69,7 +69,7 @@ class Pipeline:
         on_error: OnError | None = None,
         meeting: Meeting | None = None,
     ) -> None:
-        if not 1 <= lanes <= _MOST_LANES:
+        if not isinstance(lanes, int) or not 1 <= lanes <= _MOST_LANES:
             raise UserError(f"there are 1 to {_MOST_LANES} lanes, not {lanes}")
         if segment_bytes < 1:
             raise UserError(f"segments of {segment_bytes} bytes hold nothing: give 1 or more")

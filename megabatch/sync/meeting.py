@@ -11,7 +11,7 @@ import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -59,21 +59,29 @@ class Meeting:
             )
 
     def decide(self, key: str, decide: Callable[[], T]) -> T:
-        """What the first worker decides, on every worker; its UserError is raised on all."""
+        """What the first worker decides, on every worker; its UserError is raised on all, and what
+        else goes wrong there is told to the others."""
         if self._cluster.world == 1:
             return decide()
-        if self._cluster.first:
-            try:
-                answer: tuple[Any, str | None] = decide(), None
-            except UserError as error:
-                answer = None, str(error)
+        if not self._cluster.first:
+            found = self._from_first(f"decide {key}", f"that it waits for {key}")
+            decision, error = pickle.loads(found)
+            if error is not None:
+                raise error
+            return cast(T, decision)
+        answer: tuple[T | None, Exception | None] = None, None
+        try:
+            made = decide()
+            answer = made, None
+            return made
+        except UserError as error:
+            answer = None, error
+            raise
+        except Exception as error:
+            answer = None, Disagreement(f"rank 0 failed to decide on {key}: {error!r}")
+            raise
+        finally:
             self.store.set(f"decide {key}", pickle.dumps(answer))
-        else:
-            answer = pickle.loads(self._from_first(f"decide {key}", f"that it waits for {key}"))
-        if answer[1] is not None:
-            raise UserError(answer[1])
-        decision: T = answer[0]
-        return decision
 
     def keys(self, name: str) -> Any:
         """A store of keys for one part of what was made."""

@@ -5,6 +5,7 @@ hide."""
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
@@ -166,7 +167,10 @@ class Planned:
         late_seconds: float = 600,
     ) -> None:
         if wire not in WIRES:
-            raise UserError(f"there is no wire {wire!r}: {nearest(wire, WIRES)}")
+            raise UserError(f"there is no wire {wire!r}: {nearest(str(wire), WIRES)}")
+        for name, seconds in (("silent", silent_seconds), ("late", late_seconds)):
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise UserError(f"{name}_seconds is {seconds}: give seconds, more than 0")
         self._wire = WIRES[wire]
         meeting = Meeting(cluster, what, late_seconds)
         backend = "nccl" if cluster.device.type == "cuda" else "gloo"
