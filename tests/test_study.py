@@ -114,12 +114,14 @@ def test_any_flag_of_the_recipe_may_be_given():
     assert (config.epochs, config.model, config.lr.warmup) == (10, "small20", 1)
 
 
-def test_passes_fit_each_batch_unless_they_are_given():
+def test_passes_fit_each_batch():
     plan, _ = read_flags("tiny30", ["--batches", "64,256,4096"])
     found = {batch: plan.configs[RECIPE, batch].micro for batch in (64, 256, 4096)}
     assert found == {64: 64, 256: 256, 4096: 1024}
-    with pytest.raises(UserError, match="batch 64 cannot be made of micro-batches of 128"):
-        read_flags("tiny30", ["--batches", "64,256", "--micro", "128"])
+    plan, _ = read_flags("tiny30", ["--batches", "64,256", "--micro", "128"])
+    assert {batch: plan.configs[RECIPE, batch].micro for batch in (64, 256)} == {64: 64, 256: 128}
+    with pytest.raises(UserError, match="batch 256 cannot be made of micro-batches of 192"):
+        read_flags("tiny30", ["--batches", "64,256", "--micro", "192"])
 
 
 @pytest.mark.parametrize(

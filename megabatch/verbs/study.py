@@ -242,6 +242,8 @@ def _at_batch(name: str, batch: int, words: str, arguments: list[str], given: Gi
     # A study holds fixed batches against each other by their last accuracies; batch-size control is
     # an arm, and runs that end at a target would all end alike.
     recipe = replace(recipe, stages=(), target_accuracy=None)
+    if given.micro is not None and given.micro > batch:  # of the larger ones, at most
+        arguments = [*arguments, "--micro", str(batch)]
     config = _changed(recipe, words, arguments)
     if given.micro is None:
         config = fitted(config)
