@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from on_gpu import ON_A_GPU
 from test_train import CONFIG
 from torch import nn
 
@@ -46,19 +47,7 @@ def test_each_span_is_normalised_by_itself_and_gradients_are_right(dims):
     assert torch.allclose(net[0].bias.grad, plain.bias.grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
 @pytest.mark.parametrize("affine", [True, False])
 def test_spans_that_are_taken_at_once_are_those_that_are_taken_one_by_one(
     affine, device, monkeypatch

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from on_gpu import GPU, IF_THERE_IS_ONE
 from torch import nn
 
 from megabatch.batch import Step
@@ -22,9 +23,8 @@ from megabatch.sync.control import StepNumbers
 
 pytest.importorskip("triton", reason="Triton is not installed: the fused pass was not checked")
 
-GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-pytestmark = [pytest.mark.gpu] if GPU else []  # where there is one, it is checked on it
+pytestmark = IF_THERE_IS_ONE
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@ shapes. Without a GPU they run in Triton's interpreter, where Triton is installe
 
 import pytest
 import torch
+from on_gpu import GPU, IF_THERE_IS_ONE, ON_A_GPU
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import max_pool2d
 
@@ -13,12 +14,7 @@ from megabatch.sync.control import counts as counted
 
 pytest.importorskip("triton", reason="Triton is not installed: no kernel was checked")
 
-GPU = torch.cuda.is_available()
-pytestmark = [pytest.mark.gpu] if GPU else []  # where there is one, they are checked on it
-ON_A_GPU = [  # Triton's interpreter has no products of bf16
-    pytest.mark.gpu,
-    pytest.mark.skipif(not GPU, reason="needs a GPU"),
-]
+pytestmark = IF_THERE_IS_ONE
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +148,7 @@ def expand_plain(z, weight, gamma, beta, span, eps, identity=None):
     (2, 128, 128, 6, 1, torch.float16, "identity"),
     (3, 64, 128, 9, 3, torch.float32, "none"),
     (4, 64, 192, 5, 2, torch.float32, "shortcut"),
+    # Triton's interpreter has no products of bf16.
     pytest.param(4, 128, 256, 5, 2, torch.bfloat16, "identity", marks=ON_A_GPU),
     pytest.param(64, 256, 1024, 14, 2, torch.bfloat16, "identity", marks=ON_A_GPU),
     (19, 64, 64, 3, 1, torch.float32, "none"),  # more spans than a program takes

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from on_gpu import ON_A_GPU
 from torch import nn
 
 import megabatch as mb
@@ -54,20 +55,17 @@ def coloured(count, size):
     return list(zip(0.3 * colours[:, :, None, None] + 0.7 * noise, labels.tolist(), strict=True))
 
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
-
 @pytest.mark.parametrize(
     "model,changes",
     [
         ("small", {"precision": "fp32"}),
         ("small", {"precision": "bf16"}),
         ("small", {"precision": "bf16", "half_weights": True}),
-        pytest.param("resnet18", {"precision": "fp32"}, marks=GPU),
-        pytest.param("resnet18", {"precision": "bf16"}, marks=GPU),
-        pytest.param("resnet18", {"precision": "bf16", "graphs": "never"}, marks=GPU),
-        pytest.param("resnet18", {"precision": "bf16", "compile": "never"}, marks=GPU),
-        pytest.param("resnet18", {"precision": "fp16", "half_weights": True}, marks=GPU),
+        pytest.param("resnet18", {"precision": "fp32"}, marks=ON_A_GPU),
+        pytest.param("resnet18", {"precision": "bf16"}, marks=ON_A_GPU),
+        pytest.param("resnet18", {"precision": "bf16", "graphs": "never"}, marks=ON_A_GPU),
+        pytest.param("resnet18", {"precision": "bf16", "compile": "never"}, marks=ON_A_GPU),
+        pytest.param("resnet18", {"precision": "fp16", "half_weights": True}, marks=ON_A_GPU),
     ],
 )
 def test_what_training_learns_evaluation_sees(model, changes):
