@@ -68,6 +68,7 @@ def coloured(count, size):
         pytest.param("resnet18", {"precision": "fp16", "half_weights": True}, marks=ON_A_GPU),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # in torch's compiler
 def test_what_training_learns_evaluation_sees(model, changes):
     """In every precision and by every kind of pass: both look at the same weights."""
     size = 64 if model == "resnet18" else 16
