@@ -167,7 +167,7 @@ def test_the_studies_of_imagenet_compare_what_the_page_says():
 
 
 def test_the_studies_of_tiny_imagenet_compare_what_the_page_says():
-    goyal, three, alexnet = map(configs_of, ON_TINY)
+    goyal, three, alexnet, with_norm_alone = map(configs_of, ON_TINY)
     assert set(goyal) == {"recipe", "no_warmup", "constant_warmup", "fixed_rate", "sqrt_rate"}
     assert {c.lr.peak(4096) for c in goyal.values() if c.batch == 4096} == {1.6, 0.1, 0.4}
     assert set(three) == {"recipe", "sgd", "decay_all", "grow", "no_warmup"}
@@ -181,6 +181,10 @@ def test_the_studies_of_tiny_imagenet_compare_what_the_page_says():
     assert plain.lr.peak(4096) == pytest.approx(0.16) and lars.lr.peak(4096) == 10
     assert (plain.optimizer.trust, lars.optimizer.trust) == (None, 0.001)
     assert replace(lars, model="alexnet_bn") == with_norm and plain.data.size == 227
+    lars, plain = (with_norm_alone[arm] for arm in ("recipe", "no_lars"))
+    assert lars.model == plain.model == "alexnet_bn" and lars.epochs == plain.epochs == 30
+    assert (lars.optimizer.trust, plain.optimizer.trust) == (0.001, None)
+    assert lars.lr.peak(4096) == 10 and plain.lr.peak(4096) == pytest.approx(0.16)
 
 
 @pytest.mark.parametrize("command", QUICK)

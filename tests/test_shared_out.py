@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from waiting import until
 
 from megabatch.batch import Stage, Step, steps
 from megabatch.cluster import Cluster
@@ -158,13 +159,13 @@ def received_maps(process):
 
 
 def decoding(group):
-    """The processes of a group that decode (its first only waits)."""
+    """The processes of a group that decode (the one it is called after only waits)."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ProcessLookupError):
-            if folder.name.isdigit() and os.getpgid(int(folder.name)) == group:
-                found.append(int(folder.name))
-    return sorted(found)[1:]
+            if folder.name.isdigit() and os.getpgid(process := int(folder.name)) == group:
+                found.append(process)
+    return [process for process in found if process != group]
 
 
 def memory_of_epochs(cluster, path):
@@ -177,6 +178,8 @@ def memory_of_epochs(cluster, path):
         for step in run():
             for _ in loader.micro_batches(step):
                 pass
+            # The first of them may have read it all before the second was there.
+            until(lambda: len(decoding(group)) == 2, "two processes that decode")
             areas = [exchange.result() for exchange in records._epochs.values()]
             records._thread.submit(int).result()  # past ones were dropped by then
             taken = os.fstat(records.file).st_blocks * 512
