@@ -29,6 +29,7 @@ CASES = {
     "span32": (f"{LARGE} --span 32", 80),
     "jia": (f"{LARGE} --precision fp16 --half-weights", 80),
     "jia256": (f"{LARGE} --precision fp16 --half-weights --loss-scale 256", 80),
+    "jia64k": (f"{LARGE} --precision fp16 --half-weights --loss-scale 65536", 80),
     "micro256": (f"{LARGE} --micro 256 --span 256", 80),
     "64": (f"{SMALL} --batch 4096 --micro 1024 --span 256", 120),
     "64span64": (f"{SMALL} --batch 4096 --micro 1024 --span 64", 120),
