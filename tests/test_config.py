@@ -115,7 +115,10 @@ def changed(config, change):
         ({"plan": "backends"}, "did you mean backend?"),
         ({"plan": "torus:rings"}, "there is no wiring 'rings': did you mean ring?"),
         ({"plan": "hybrid:ring"}, "there is no plan 'hybrid'"),
-        ({"wire": "fp16"}, "--wire fp16 needs a plan of our own"),
+        (
+            {"wire": "fp16"},
+            "--wire fp16 needs a plan of our own: give --plan torus, say, or --wire fp32",
+        ),
         ({"hybrid": {"small": "tours"}}, "there is no plan 'tours': did you mean torus?"),
         ({"hybrid": {"large": "hybrid"}}, "there is no plan 'hybrid'"),
         ({"half_weights": True}, "half_weights needs --precision bf16 or fp16, not fp32"),
@@ -125,6 +128,10 @@ def changed(config, change):
         (
             {"optimizer": {"form": "pytorch", "momentum_correction": True}},
             "momentum_correction belongs to --optimizer.form paper",
+        ),
+        (
+            {"optimizer": {"nesterov": True, "momentum": 0.0}},
+            "nesterov needs a momentum above 0: give one, or --optimizer.no-nesterov",
         ),
         ({"optimizer": {"name": "larc"}}, "there is no optimizer 'larc': did you mean lars?"),
         ({"data": {"size": 0}}, "data.size is 0"),

@@ -292,7 +292,7 @@ class Config:
         )
         need(
             self.wire == "fp32" or self.plan != "backend",
-            f"--wire {self.wire} needs a plan of our own: give --plan torus, say",
+            f"--wire {self.wire} needs a plan of our own: give --plan torus, say, or --wire fp32",
         )
         return self
 

@@ -274,6 +274,10 @@ class OptimizerConfig:
             "in the pytorch form the rate is not in the buffer and there is nothing to correct",
         )
         need(
+            not self.nesterov or self.momentum > 0,
+            "nesterov needs a momentum above 0: give one, or --optimizer.no-nesterov",
+        )
+        need(
             self.name != "muon" or (self.trust or 0) > 0,
             "muon needs --optimizer.trust, the share of a weight that a step at rate 1 is long",
         )
