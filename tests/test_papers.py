@@ -386,6 +386,12 @@ def test_the_first_steps_weight_norms_are_the_papers():
     assert max(ratios) > 50 * min(ratios)
 
 
+def test_two_images_are_enough_for_a_first_step():
+    """The fewest that its own sentence allows."""
+    rows = first_step(RatioFlags(batch=2, device="cpu"), "small")
+    assert all(row["gradient_norm"] > 0 for row in rows if row["tensor"].startswith("fc."))
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

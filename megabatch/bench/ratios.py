@@ -24,6 +24,9 @@ from megabatch.step import train_step
 from megabatch.verbs.parsing import parse
 from megabatch.workers.process import compute_settings
 
+_FEWEST = 6
+"""random images of which a tenth, rounded, is one to hold out"""
+
 
 @dataclass(frozen=True)
 class RatioFlags:
@@ -72,7 +75,8 @@ def first_step(flags: RatioFlags, model: str) -> list[dict[str, Any]]:
     """Of every tensor that trains: both norms, their ratio, and the local rate LARS makes of them
     (1 where one of them is 0)."""
     size, channels, classes = made_for(model)
-    data = Data("synthetic", size=size, channels=channels, classes=classes, images=2 * flags.batch)
+    images = max(2 * flags.batch, _FEWEST)
+    data = Data("synthetic", size=size, channels=channels, classes=classes, images=images)
     if flags.path:
         data = replace(data, source="folder", path=flags.path)
     config = Config(
