@@ -332,6 +332,9 @@ def test_on_the_command_line_a_plan_beside_deterministic_is_refused_but_not_the_
     for flags in (["--plan", "ring"], ["--wire", "bf16"], ["--plan", "torus"]):
         with pytest.raises(UserError, match="a deterministic run sums along one tree"):
             read_flags("mikami2018", ["--deterministic", *flags])
+    assert read_flags("jia2018", ["--deterministic"])
+    with pytest.raises(UserError, match="a deterministic run sums along one tree"):
+        read_flags("jia2018", ["--deterministic", "--hybrid.threshold-mb", "1"])
 
 
 SMALL = (

@@ -151,6 +151,16 @@ def test_passes_fit_each_batch():
         (["--batches", "64", "--arms", "x=--lr.warmup 0", "x=--lr.warmup 1"], "has x twice"),
         (["--batches", "64", "--arms", "x" * 101 + "=--lr.warmup 0"], "at most 100 of them"),
         (["--batches", "64", "--rates", "1,2", "--data.tuning-share", "0.3"], "--rates holds"),
+        (["--batches", "64", "--deterministic", "--plan", "torus"], "sums along one tree in fp32"),
+        (["--batches", "64", "--hybrid.small", "ring"], "this run sums by plan backend"),
+        (
+            ["--batches", "64", "--deterministic", "--arms", "x=--plan ring"],
+            "the arm x at 64: a deterministic run sums along one tree in fp32",
+        ),
+        (
+            ["--batches", "64", "--plan", "torus", "--arms", "x=--hybrid.threshold-mb 1"],
+            "the arm x at 64: --hybrid is for plan hybrid, and this run sums by plan torus",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(flags, sentence):
@@ -590,6 +600,17 @@ def test_a_study_that_goes_on_in_another_world_does_not_repeat_itself(tmp_path):
     sweep.study(replace(plan, seeds=range(3)), tmp_path, cluster, said.append)
     assert "the runs: 3, 2 finished already" in said
     assert any(line.startswith("run 3 of 3: 64-s2") for line in said)
+
+
+def test_a_study_says_once_that_a_plan_gives_way(tmp_path):
+    """Its runs, which would say it each, are quiet."""
+    config = replace(mb.recipes.named("digits", epochs=0.1, batch=64), stages=())
+    torus = replace(config, plan="torus", wire="fp16")
+    configs = {(RECIPE, 64): torus, ("x", 64): replace(torus, lr=replace(torus.lr, warmup=0.0))}
+    cluster, said = mb.Cluster.from_env(device="cpu"), []
+    sweep.study(Plan(configs, range(2)), tmp_path, cluster, said.append)
+    told = [line for line in said if "plan" in line]
+    assert told == ["plan none: torus in fp16 gives way: one worker has nothing to sum"]
 
 
 def test_states_of_a_folder(tmp_path):

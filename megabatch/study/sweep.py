@@ -139,6 +139,10 @@ def study(
     with _held(out, cluster):
         if retry:
             cluster.agree(partial(_forget_failures, plan, out))
+        for config in plan.configs.values():
+            for name, value, why in config.summed(cluster.world, None):
+                if value == "none":  # it gives way, which the runs would say if they spoke
+                    progress.once(say, f"{name} {value}: {why}")
         sweep = Sweep(out, cluster, say, keep_checkpoints, verbose, progress)
         searching, running = plan.search(), plan.runs({})
         if plan.probe:

@@ -32,6 +32,7 @@ from megabatch.verbs.examples import show_examples
 from megabatch.verbs.help import WIDE, show_help
 from megabatch.verbs.parsing import parse, parse_some
 from megabatch.verbs.sizing import doubts, recipe_named, sized
+from megabatch.verbs.sums import check_sums
 from megabatch.verbs.workers import how_many, on_workers, started_here
 from megabatch.verbs.writing import say, say_result, write_out
 from megabatch.workers.place import under_launcher
@@ -210,6 +211,7 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Plan, SweepFlags]:
     configs = {(RECIPE, batch): at_batch[batch].check() for batch in batches}
     for config in configs.values():
         check_not_own(config)
+        check_sums(config, words, arguments)
     rates = tuple(_rates(flags.rates))
     if rates and configs[RECIPE, batches[0]].data.tuning_share:
         raise UserError(
@@ -294,6 +296,8 @@ def _arm(
         try:
             resized = config.resized(epochs=epochs)
             arms = _changed(resized, words, changes) if made else ARMS[name].change(config)
+            if made:
+                check_sums(arms, words, changes)
             if (arms := fitted(arms)) != config:
                 found[name, batch] = arms.check()
         except UserError as error:

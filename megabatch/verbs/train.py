@@ -28,8 +28,9 @@ from megabatch.verbs.before import (
 from megabatch.verbs.brief import show_brief
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.help import WIDE
-from megabatch.verbs.parsing import parse, parse_some
+from megabatch.verbs.parsing import parse
 from megabatch.verbs.sizing import doubts, recipe_named, sized
+from megabatch.verbs.sums import check_sums
 from megabatch.verbs.workers import (
     MOST_WORKERS,
     check_workers,
@@ -69,22 +70,6 @@ class Launch:
     """also write the run's mlperf.log, which MLPerf's checker reads (open division)"""
     json: bool = False
     """the result as JSON, the last line on standard output"""
-
-
-@dataclass(frozen=True)
-class HybridAsked:
-    small: str | None = None
-    large: str | None = None
-    threshold_mb: str | None = None
-
-
-@dataclass(frozen=True)
-class Sums:
-    """How gradients are to be summed, where the command line says so."""
-
-    plan: str | None = None
-    wire: str | None = None
-    hybrid: HybridAsked = HybridAsked()
 
 
 @dataclass(frozen=True)
@@ -190,17 +175,7 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Config, Launch]:
     recipe = sized(name, words, arguments)
     flags = parse(TrainFlags, words, arguments, TrainFlags(Launch(), recipe))
     config = flags.config.check()
-    # A recipe's own plan gives way to the tree; one that is asked for beside it contradicts it.
-    asked = parse_some(Sums, words, arguments)
-    if config.deterministic and (
-        asked.plan not in (None, "backend") or asked.wire not in (None, "fp32")
-    ):
-        raise UserError("a deterministic run sums along one tree in fp32: drop --plan and --wire")
-    if asked.hybrid != HybridAsked() and config.plan != "hybrid":
-        raise UserError(
-            f"--hybrid is for plan hybrid, and this run sums by plan {config.plan}: add --plan "
-            f"hybrid, or leave it away"
-        )
+    check_sums(config, words, arguments)
     check_not_own(config)
     return config, flags.launch
 
