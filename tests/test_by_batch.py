@@ -135,6 +135,17 @@ def test_other_data_by_its_share():
     assert tenth.target_accuracy is None and mlperf(4096).target_accuracy == 0.759
 
 
+@pytest.mark.parametrize("name", BY_BATCH)
+def test_a_recipes_own_batch_is_carried_to_other_data_like_one_that_is_given(name):
+    """Else it would have the steps, and the target, of data that is not there."""
+    own = named(name).batch
+    for images in (20_000, 400_000):
+        assert named(name, images=images) == named(name, batch=own, images=images)
+        assert named(name, images=images).target_accuracy is None
+        assert named(name, images=images, keep_epochs=True).epochs == named(name).epochs
+    assert named(name) == named(name, batch=own)
+
+
 def test_outside_the_rows_one_sentence_is_said():
     assert doubts("mlperf", mlperf(5000)) == []
     for batch, side in ((1024, "below"), (131072, "above")):

@@ -85,11 +85,14 @@ def named(
         raise UserError(f"{name} is a folder, not a recipe: name the config.json of a run")
     if name not in RECIPES:
         raise UserError(f"there is no recipe {name!r}: {nearest(name, RECIPES)}")
-    if batch is not None and name in BY_BATCH:
-        if keep_epochs and epochs is None:
-            epochs = RECIPES[name]().epochs
-        return BY_BATCH[name].recipe(batch, images).resized(epochs=epochs)
-    return RECIPES[name]().resized(epochs=epochs, batch=batch)
+    recipe = RECIPES[name]()
+    if name not in BY_BATCH:
+        return recipe.resized(epochs=epochs, batch=batch)
+    if keep_epochs and epochs is None:
+        epochs = recipe.epochs
+    # Its own batch too is another share of other images.
+    asked = recipe.batch if batch is None else batch
+    return BY_BATCH[name].recipe(asked, images).resized(epochs=epochs)
 
 
 def doubts(name: str, config: Config, images: int | None = None) -> list[str]:
