@@ -333,6 +333,27 @@ def test_the_rate_is_scaled_by_the_rule_that_is_set(scaling, peak, grown, formul
     assert f"rate x {grown}," in said["batch from epoch 5"][1]
 
 
+def test_the_table_says_by_what_it_trains():
+    """A recipe that follows its batch changes the optimizer with it, and nobody had asked."""
+
+    def said(name, batch):
+        config = mb.recipes.named(name, batch=batch)
+        return next(row[1:] for row in config.derived(100_000, 1) if row[0] == "optimizer")
+
+    assert said("tiny30", 256) == ("SGD", "momentum 0.9, weight decay 0.0001")
+    unadapted = "; 0.1 of the rate for what does not adapt"
+    lars = "momentum 0.9, weight decay 5e-05, trust 0.001"
+    assert said("tiny30", 1024) == ("LARS", lars + unadapted)
+    assert said("tiny30", 4096) == ("Muon", lars + unadapted.replace("0.1", "0.05"))
+    assert said("mlperf", 32768) == ("LARS", "momentum 0.94, weight decay 2.5e-05, trust 0.001")
+    titles = [
+        OptimizerConfig(**given).title
+        for given in ({"name": "lamb"}, {"policy": "clip"}, {"trust": 0.0}, {"trust": None})
+    ]
+    assert titles == ["LAMB", "LARC", "SGD", "SGD"]
+    assert OptimizerConfig(name="lamb").in_words() == "momentum 0.9, weight decay 5e-05"
+
+
 def test_the_table_says_on_which_grid_a_plan_sums():
     def how(plan, grid):
         config = replace(PLAIN, plan=plan).check()

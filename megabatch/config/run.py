@@ -224,6 +224,7 @@ class Config:
             ("warm-up steps", str(warm), f"{self.lr.warmup:g} epochs {until} {first:g}"),
             ("peak rate", f"{peak:g}", f"{how} = {rule}"),
             ("decay", self.lr.decay, f"ends at epoch {self.epochs:g}"),
+            ("optimizer", self.optimizer.title, self.optimizer.in_words()),
         ]
         rows += [
             (

@@ -257,6 +257,22 @@ class OptimizerConfig:
         self.check()
 
     @property
+    def title(self) -> str:
+        """SGD, LARS, LARC, LAMB or Muon: what one name stands for depends on other settings."""
+        if self.name == "lars":
+            return ("LARS" if self.policy == "lars" else "LARC") if self.trust else "SGD"
+        return {"lamb": "LAMB", "muon": "Muon"}.get(self.name, self.name)
+
+    def in_words(self) -> str:
+        """Its numbers, as far as it has them."""
+        words = f"momentum {self.momentum:g}, weight decay {self.weight_decay:g}"
+        if self.trust and self.name != "lamb":
+            words += f", trust {self.trust:g}"
+        if self.unadapted_rate != 1:
+            words += f"; {self.unadapted_rate:g} of the rate for what does not adapt"
+        return words
+
+    @property
     def head_adapts(self) -> bool:
         """Whether the last layer does; with Muon never: its weights keep their lengths, and logits
         must be able to grow."""

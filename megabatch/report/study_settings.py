@@ -91,12 +91,11 @@ def ran_with(study: Study) -> str:
         if config is None:
             continue
         chosen = config.optimizer
-        name = "sgd" if chosen.name == "lars" and not chosen.trust else chosen.name
         rows.append(
             (
                 text(cell.arm),
                 f"{cell.batch:,}",
-                text(name),
+                text(chosen.title),
                 short(config.lr.peak(config.batch)),
                 f"{config.lr.warmup:.3g} epochs",
                 text(config.lr.decay),
