@@ -705,10 +705,10 @@ def test_the_reading_says_what_can_be_said(study):
     assert "A batch of 256 ends 0.50 points below it (95 % interval" in said
     assert "which holds 0" in said
     assert "A batch of 1,024 ends 20.50 points below it" in said
-    assert "None of them stays within 0.3 points" in said
+    assert "None of them stays within 0.3 points of the baseline by its mean." in said
     assert (
-        "600 images, roughly forecasts where scaling ends; 256 is the first batch to lose more "
-        "than 0.3." in said
+        "600 images, roughly forecasts where scaling ends; by its mean 256 is the first batch to "
+        "lose more than 0.3." in said
     )
     assert (
         "these differ from the recipe by more than their interval: no_warmup at 256 -10.00" in said
@@ -729,7 +729,8 @@ def test_nothing_is_concluded_from_one_seed(tmp_path):
     made_up_run(tmp_path, 512, 1, 0.9)
     kept = reading(read(tmp_path))
     assert "512 is the largest batch of several seeds that stays within 0.3" in kept
-    assert kept.endswith("; up to 512 no batch of several seeds loses more than 0.3.")
+    assert "; by their means up to 512 no batch of several seeds" in kept
+    assert kept.endswith(" loses more than 0.3.")
     made_up_run(tmp_path, 256, 1, 0.8)
     every = reading(read(tmp_path))
     assert "256 is the first batch to lose more than 0.3." in every
@@ -744,6 +745,93 @@ def test_that_none_stays_is_said_of_batches_with_several_seeds_alone(tmp_path):
     made_up_run(tmp_path, 512, 0, 0.95)
     said = reading(read(tmp_path))
     assert "None of those with several seeds stays within 0.3 points" in said
+
+
+def test_whose_one_seed_it_is_that_leaves_no_interval(tmp_path):
+    made_up_run(tmp_path, 64, 0, 0.9)
+    for seed, top1 in enumerate((0.8, 0.81, 0.82)):
+        made_up_run(tmp_path, 256, seed, top1)
+    made_up_run(tmp_path, 512, 0, 0.7)
+    said = reading(read(tmp_path))
+    assert "256 ends 9.00 points below it (the baseline has one seed: no interval)." in said
+    assert "512 ends 20.00 points below it (one seed: no interval)." in said
+
+
+def test_seeds_that_end_alike_are_no_proof(tmp_path):
+    """Of 359 digits two nets often tell as many right; an interval of no width would leave out 0,
+    whatever the difference."""
+    for seed in (0, 1):
+        made_up_run(tmp_path, 64, seed, 0.95)
+        made_up_run(tmp_path, 256, seed, 0.96)
+        made_up_run(tmp_path, 256, seed, 0.955, arm="gamma_one")
+    said = reading(read(tmp_path))
+    assert "A batch of 256 ends 1.00 points above it (its seeds end alike: no interval)." in said
+    assert "nothing can be said of gamma_one at 256." in said and "± 0.00" not in said
+    assert "differ from the recipe" not in said and "No difference" not in said
+
+
+def test_chance_is_named_where_many_arms_are_compared(tmp_path):
+    def study(arms):
+        for seed in (0, 1, 2):
+            made_up_run(tmp_path, 64, seed, 0.9 + seed / 1000)
+            for arm in range(arms):
+                made_up_run(tmp_path, 64, seed, (0.8 if arm == 0 else 0.9) + seed / 1000, f"a{arm}")
+        return reading(read(tmp_path))
+
+    assert "a0 at 64 -10.00" in study(9) and "by chance" not in study(9)
+    assert "One interval in twenty leaves 0 out by chance." in study(10)
+
+
+def test_that_the_optimizer_goes_with_the_batch_is_said(tmp_path):
+    """A difference to a baseline by SGD does not tell what the batch costs and what Muon gains."""
+    for seed in (0, 1):
+        for batch, top1 in ((256, 0.49), (4096, 0.52), (8192, 0.50)):
+            config = mb.recipes.named("tiny30", batch=batch)
+            made_up_run(tmp_path, batch, seed, top1 + seed / 100, config=config)
+    said = reading(read(tmp_path))
+    assert (
+        "The optimizer goes with the batch (SGD at 256; Muon at 4,096, 8,192): these differences "
+        "are of both." in said
+    )
+    assert "better baseline" not in said
+    # One optimizer throughout is nothing to tell.
+    made_up_run(tmp_path / "one", 64, 0, 0.9)
+    made_up_run(tmp_path / "one", 256, 0, 0.9)
+    assert "optimizer" not in reading(read(tmp_path / "one"))
+
+
+def test_an_arm_that_does_better_at_the_baselines_batch_is_what_batches_are_held_against(tmp_path):
+    """Or a baseline that nobody would train by makes large batches look free."""
+    for seed, less in enumerate((0.0, 0.01, 0.02)):
+        made_up_run(tmp_path, 64, seed, 0.90 - less)
+        made_up_run(tmp_path, 256, seed, 0.92 - less)
+        made_up_run(tmp_path, 256, seed, 0.99 - less, arm="muon")  # at another batch
+        made_up_run(tmp_path, 64, seed, 0.905 - less, arm="gamma_one")  # within its interval
+    assert "better baseline" not in reading(read(tmp_path))
+    made_up_run(tmp_path, 64, 0, 0.95, arm="muon")
+    said = reading(read(tmp_path))
+    assert (
+        "At 64 itself muon may be the better baseline: it ends 6.00 points above the recipe (one "
+        "seed: no interval); held against that: 256 -4.00." in said
+    )
+    made_up_run(tmp_path, 64, 1, 0.96, arm="muon")
+    made_up_run(tmp_path, 64, 2, 0.94, arm="muon")
+    said = reading(read(tmp_path))
+    assert "At 64 itself muon is the better baseline: it ends 6.00 points above" in said
+    assert "held against that: 256 -4.00 ± 2.27." in said
+
+
+def test_an_arm_at_a_batch_that_the_recipe_does_not_survive_is_held_against_the_baseline(tmp_path):
+    """What LARS does where SGD diverges is what a study is made for."""
+    for seed, less in enumerate((0.0, 0.01, 0.02)):
+        made_up_run(tmp_path, 64, seed, 0.90 - less)
+        made_up_run(tmp_path, 512, seed, 0.80 - less, arm="lars")
+        fails(tmp_path, 512, seed)
+    said = reading(read(tmp_path))
+    assert (
+        "Where the recipe itself has no finished run, the arms to the baseline: lars at 512 -10.00 "
+        "± 2.27." in said
+    )
 
 
 def fails(study, batch, seed, arm=RECIPE):

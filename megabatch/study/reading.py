@@ -7,11 +7,13 @@ import math
 from collections.abc import Iterator
 
 from megabatch.study.results import Cell, Study
-from megabatch.study.spread import Mean, mean
+from megabatch.study.spread import Mean, difference, mean
 from megabatch.study.trials import RECIPE
 
 KEPT_POINTS = 0.3
 """of top-1, within which a batch counts as having kept the baseline's accuracy"""
+_MANY = 10
+"""intervals, from which on chance is named"""
 
 
 def reading(study: Study) -> str:
@@ -36,7 +38,11 @@ def _sentences(study: Study) -> Iterator[str]:
     )
     larger = [c for c in study.cells if c.arm == RECIPE and c.finished and c is not base]
     for cell in larger:
-        yield f"A batch of {cell.batch:,} ends {difference_in_words(study.against_baseline(cell))}."
+        diff = study.against_baseline(cell)
+        whose = "the baseline has " * (found.seeds == 1 and len(cell.finished) > 1)
+        yield f"A batch of {cell.batch:,} ends {difference_in_words(diff, whose)}."
+    yield from _optimizers([base, *larger])
+    yield from _beside_baseline(study, base, larger)
     if failed:
         yield f"{failed}; what is said of a batch is of the runs that finished."
     yield from _kept(study, base, larger)
@@ -58,6 +64,45 @@ def _whose(cell: Cell) -> str:
     return "" if cell.arm == RECIPE else f" of {cell.arm}"
 
 
+def _optimizers(cells: list[Cell]) -> Iterator[str]:
+    """That batches were trained by different optimizers, which no difference tells apart."""
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell.optimizer is not None:
+            found.setdefault(cell.optimizer, []).append(f"{cell.batch:,}")
+    if len(found) > 1:
+        listed = "; ".join(f"{name} at {', '.join(batches)}" for name, batches in found.items())
+        yield f"The optimizer goes with the batch ({listed}): these differences are of both."
+
+
+def _beside_baseline(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
+    """The arm that does best at the baseline's own batch, where that is above the baseline: larger
+    batches that keep up with the baseline need not keep up with it."""
+    arms = [
+        (cell, diff)
+        for cell in study.cells
+        if cell.arm != RECIPE and cell.batch == base.batch
+        if (diff := study.against_recipe(cell)).value > KEPT_POINTS
+        and (_is_seen(diff) or not _has_spread(diff))
+    ]
+    if not arms or not larger:
+        return
+    best, above = max(arms, key=lambda pair: pair[1].value)
+    held = [(cell, difference(_per_cent(cell), _per_cent(best))) for cell in larger]
+    listed = ", ".join(
+        f"{cell.batch:,} {diff.value:+.2f}{_interval(diff, ' ± ')}" for cell, diff in held
+    )
+    sure = "is" if _is_seen(above) else "may be"
+    yield (
+        f"At {base.batch:,} itself {best.arm} {sure} the better baseline: it ends "
+        f"{difference_in_words(above, to='the recipe')}; held against that: {listed}."
+    )
+
+
+def _per_cent(cell: Cell) -> list[float]:
+    return [100 * top1 for top1 in cell.top1s]
+
+
 def _kept(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
     several = _of_several_seeds(base, larger)
     some = len(several) < len(larger)
@@ -71,7 +116,7 @@ def _kept(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
         )
     elif several:
         whose = "those with several seeds" if some else "them"
-        yield f"None of {whose} stays within {KEPT_POINTS:g} points of the baseline."
+        yield f"None of {whose} stays within {KEPT_POINTS:g} points of the baseline by its mean."
 
 
 def _noise(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
@@ -83,11 +128,13 @@ def _noise(study: Study, base: Cell, larger: list[Cell]) -> Iterator[str]:
     several = _of_several_seeds(base, larger)
     lost = [cell.batch for cell in several if not _keeps(study, cell)]
     if lost:
-        yield f"{words}; {min(lost):,} is the first batch to lose more than {KEPT_POINTS:g}."
+        first = f"{min(lost):,} is the first batch to lose more than {KEPT_POINTS:g}"
+        yield f"{words}; by its mean {first}."
     elif several:
         most = max(cell.batch for cell in several)
         some = " of several seeds" * (len(several) < len(larger))
-        yield f"{words}; up to {most:,} no batch{some} loses more than {KEPT_POINTS:g}."
+        none = f"up to {most:,} no batch{some} loses more than {KEPT_POINTS:g}"
+        yield f"{words}; by their means {none}."
     else:
         yield f"{words}."
 
@@ -104,27 +151,41 @@ def _keeps(study: Study, cell: Cell) -> bool:
 
 
 def _arms(study: Study) -> Iterator[str]:
-    arms = [
-        (cell, study.against_recipe(cell))
-        for cell in study.cells
-        if cell.arm != RECIPE and cell.finished and study.against_recipe(cell).seeds
-    ]
-    if not arms:
-        return
+    finished = [cell for cell in study.cells if cell.arm != RECIPE and cell.finished]
+    arms = [(cell, diff) for cell in finished if (diff := study.against_recipe(cell)).seeds]
     seen = [(cell, diff) for cell, diff in arms if _is_seen(diff)]
     seen.sort(key=lambda pair: pair[1].value)
     if seen:
-        listed = "; ".join(
-            f"{cell.arm} at {cell.batch:,} {diff.value:+.2f}{_interval(diff, ' ± ')}"
-            for cell, diff in seen
-        )
+        listed = _with_differences(seen)
         yield f"Of the arms, these differ from the recipe by more than their interval: {listed}."
-    unseen = [cell for cell, diff in arms if math.isfinite(diff.half) and not _is_seen(diff)]
+    unseen = [cell for cell, diff in arms if _has_spread(diff) and not _is_seen(diff)]
     if unseen:
         yield f"No difference can be seen for {_listed(unseen)}."
+    if seen and len(seen) + len(unseen) >= _MANY:
+        yield "One interval in twenty leaves 0 out by chance."
+    alike = [cell for cell, diff in arms if diff.half == 0]
+    if alike:
+        yield f"Seeds that end alike tell no spread: nothing can be said of {_listed(alike)}."
     alone = [cell for cell, diff in arms if not math.isfinite(diff.half)]
     if alone:
         yield f"One seed tells nothing of {_listed(alone)}."
+    without = [
+        (cell, study.against_baseline(cell))
+        for cell in finished
+        if not study.against_recipe(cell).seeds
+    ]
+    if without and study.baseline is not None:
+        yield (
+            f"Where the recipe itself has no finished run, the arms to the baseline: "
+            f"{_with_differences(without)}."
+        )
+
+
+def _with_differences(arms: list[tuple[Cell, Mean]]) -> str:
+    return "; ".join(
+        f"{cell.arm} at {cell.batch:,} {diff.value:+.2f}{_interval(diff, ' ± ')}"
+        for cell, diff in arms
+    )
 
 
 def _listed(cells: list[Cell]) -> str:
@@ -135,25 +196,33 @@ def _listed(cells: list[Cell]) -> str:
     return "; ".join(f"{', '.join(arms)} at {batch:,}" for batch, arms in by_batch.items())
 
 
-def difference_in_words(diff: Mean) -> str:
-    """A difference to the baseline in words, with its interval."""
+def difference_in_words(diff: Mean, whose: str = "", to: str = "it") -> str:
+    """A difference to the baseline in words, with its interval; `whose` says who has one seed."""
     if not math.isfinite(diff.value):
         return "with nothing to hold it against"
     size, side = f"{abs(diff.value):.2f} points", "below" if diff.value < 0 else "above"
     if not math.isfinite(diff.half):
-        return f"{size} {side} it (one seed: no interval)"
+        return f"{size} {side} {to} ({whose}one seed: no interval)"
+    if not _has_spread(diff):
+        return f"{size} {side} {to} (its seeds end alike: no interval)"
     interval = f"95 % interval {diff.value - diff.half:+.2f} to {diff.value + diff.half:+.2f}"
     seen = "" if _is_seen(diff) else ", which holds 0"
-    return f"{size} {side} it ({interval}{seen})"
+    return f"{size} {side} {to} ({interval}{seen})"
 
 
 def _is_seen(diff: Mean) -> bool:
     """Whether an interval leaves 0 out; one seed shows nothing."""
-    return math.isfinite(diff.half) and abs(diff.value) > diff.half
+    return _has_spread(diff) and abs(diff.value) > diff.half
+
+
+def _has_spread(diff: Mean) -> bool:
+    """One seed has none; and a few that happen to get as many images right, both here and there,
+    do not show that all would."""
+    return math.isfinite(diff.half) and diff.half > 0
 
 
 def _interval(found: Mean, before: str) -> str:
-    return f"{before}{found.half:.2f}" if math.isfinite(found.half) else ""
+    return f"{before}{found.half:.2f}" if _has_spread(found) else ""
 
 
 def _seeds(count: int) -> str:

@@ -124,6 +124,12 @@ class Cell:
         return [(epoch, statistics.fmean(of)) for epoch, of in zip(epochs, losses, strict=False)]
 
     @property
+    def optimizer(self) -> str | None:
+        """What its runs are trained by: SGD, LARS, LARC, LAMB or Muon (None: not known)."""
+        known = (run.config for run in self.runs)
+        return next((config.optimizer.title for config in known if config is not None), None)
+
+    @property
     def title(self) -> str:
         return self.arm if self.finished else f"{self.arm} (failed)"
 
