@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from megabatch.cli import main
 from megabatch.errors import DONE, UserError
 from megabatch.study import sweep
 from megabatch.study.results import read
-from megabatch.study.trials import RECIPE, Trial, at_rate, state, write_label
+from megabatch.study.trials import RECIPE, Plan, Trial, at_rate, state, write_label
+from megabatch.verbs.before import check_study
+from megabatch.verbs.study import read_flags
 
 HERE = ["--workers", "1", "--device", "cpu"]
 ONE = ["digits", "--batches", "64", "--epochs", "0.1", *HERE]
@@ -115,6 +118,31 @@ def test_a_search_that_chooses_otherwise_says_what_to_do_with_the_runs(tmp_path)
     assert "64-s0 was run at 0.5 times its rate, and the search now chooses 2 times" in str(
         refused.value
     )
+
+
+def test_a_search_that_was_stopped_chooses_nothing(tmp_path, capfd):
+    """The first of three rates is the best of those that were tried, whatever it is worth."""
+    study = tmp_path / "study"
+    config = read_flags("digits", ["--epochs", "4", "--batches", "64"])[0].configs[RECIPE, 64]
+    plan = Plan({(RECIPE, 64): config}, range(1), rates=(0.5, 1.0))
+    first, begun = plan.search()
+    made_up_run(study, 64, 0, 0.4, kind="rate", factor=0.5, config=at_rate(first.config, 2))
+    made_up_run(study, 256, 0, 0.4, kind="rate", factor=0.5)
+    write_label(study / begun.name, begun)
+    command = ["study", "digits", "--epochs", "4", *HERE, "--out", str(study), "--batches"]
+    assert main([*command, "64"]) == 2
+    assert "64 was stopped before its end: give the same --rates" in capfd.readouterr().err
+    found = read(study)
+    assert next(found.search_in_words()).startswith(
+        "rates at 64, by held-out training images: 8: 40.00%, 1 times its own: not finished;"
+    )
+    found.check_searched([(RECIPE, 256)])  # that one came to its end
+    check_study(plan, study)  # what is missing will be run
+    with pytest.raises(UserError, match="give the same --rates to go on with it, or remove "):
+        check_study(replace(plan, rates=(0.5, 2.0)), study)
+    write_label(study / begun.name, begun, "it diverged")  # as rates do that are too high
+    read(study).check_searched([(RECIPE, 64)])
+    assert "1 times its own: failed; 8 is chosen" in next(read(study).search_in_words())
 
 
 def test_what_is_kept_of_a_study_tells_of_the_runs_that_failed_too(tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,12 @@ class Result:
     def rate(self) -> float:
         """The learning rate that it warms up to."""
         return math.nan if self.config is None else self.config.lr.peak(self.config.batch)
+
+    def tried_in_words(self) -> str:
+        """Of one in a search: its rate, and how it did."""
+        rate = f"{self.rate:.4g}" if math.isfinite(self.rate) else f"{self.factor:g} times its own"
+        did = "failed" if self.failure is not None else "not finished"
+        return f"{rate}: {f'{self.top1:.2%}' if self.finished else did}"
 
     @property
     def noise_scale(self) -> float:
@@ -246,6 +252,19 @@ class Study:
             found.setdefault((run.arm, run.batch), []).append(run)
         return list(found.values())
 
+    def check_searched(
+        self, wanted: Collection[tuple[str, int]], to_come: Collection[str] = ()
+    ) -> None:
+        """Refuse to choose a rate, for any of these arms and batches, by a search that was stopped
+        before its end, unless what it lacks is to come."""
+        for run in self.tried:
+            ended = run.finished or run.failure is not None
+            if (run.arm, run.batch) in wanted and not ended and run.run.name not in to_come:
+                raise UserError(
+                    f"the search for rates at {run.batch:,} was stopped before its end: give the "
+                    f"same --rates to go on with it, or remove {self.path / run.run.name}"
+                )
+
     def chosen(self) -> list[Result]:
         """Of each search the run that did best on held-out training images."""
         finished = [[run for run in search if run.finished] for search in self.searches()]
@@ -258,7 +277,7 @@ class Study:
         """What was tried at each batch, and what was chosen."""
         chosen = self.chosen()
         for search in self.searches():
-            tried = ", ".join(f"{run.rate:.4g}: {_percent(run.top1)}" for run in search)
+            tried = ", ".join(run.tried_in_words() for run in search)
             end = "none can be chosen, and the rate stays as it is"
             for run in search:
                 if run in chosen:
@@ -297,10 +316,6 @@ class Study:
 def known(value: float) -> float | None:
     """A number for JSON, which has no nan."""
     return value if math.isfinite(value) else None
-
-
-def _percent(fraction: float) -> str:
-    return f"{fraction:.2%}" if math.isfinite(fraction) else "failed"
 
 
 def read(path: Path) -> Study:

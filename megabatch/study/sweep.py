@@ -153,14 +153,15 @@ def study(
         if plan.rates and sweep.run_all(searching, "the search for rates", running) == "stopped":
             return "stopped"
         # Those of an earlier search too: a study that grows keeps its rates.
-        factors, lines = cluster.agree(lambda: _chosen_rates(out))
+        factors, lines = cluster.agree(lambda: _chosen_rates(out, plan))
         for line in lines:
             progress.once(say, line)
         return sweep.run_all(plan.runs(factors), "the runs")
 
 
-def _chosen_rates(out: Path) -> tuple[dict[tuple[str, int], float], list[str]]:
+def _chosen_rates(out: Path, plan: Plan) -> tuple[dict[tuple[str, int], float], list[str]]:
     found = read(out)
+    found.check_searched(plan.configs, {trial.name for trial in plan.search()})
     return found.chosen_factors(), list(found.search_in_words())
 
 

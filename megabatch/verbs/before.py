@@ -51,7 +51,9 @@ def check_study(plan: Plan, out: Path) -> None:
     """Where a study begins, or grows: what lies there must be runs of the same recipe."""
     check_writable(out)
     if is_study(out):
-        runs = plan.runs(read(out).chosen_factors())
+        found = read(out)
+        found.check_searched(plan.configs, {trial.name for trial in plan.search()})
+        runs = plan.runs(found.chosen_factors())
         for trial in (*plan.probes(), *plan.search(), *runs):
             state(out / trial.name, trial)
 
