@@ -30,7 +30,7 @@ from megabatch.verbs.before import (
 )
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.help import WIDE, show_help
-from megabatch.verbs.parsing import parse, parse_some
+from megabatch.verbs.parsing import flags_of, parse, parse_some
 from megabatch.verbs.sizing import doubts, recipe_named, sized
 from megabatch.verbs.sums import check_sums
 from megabatch.verbs.workers import how_many, on_workers, started_here
@@ -173,11 +173,16 @@ _NOT_HERE = {
 }
 
 
+_JUDGED = "arms are judged by the images that the recipe is judged by: give {} to the study"
 _NOT_IN_ARMS = {
+    **{
+        flag: f"{flag} is for a whole study: give it outside its arms"
+        for flag in flags_of(SweepFlags)
+    },
     "--batch": "arms run at the study's batches: give --batches and --arm-batches",
     "--seed": "every arm is run from the study's seeds: give --seed to the study",
-    "--data.tuning-share": "arms are judged by the images that the recipe is judged by: give "
-    "--data.tuning-share to the study",
+    "--data.tuning-share": _JUDGED.format("--data.tuning-share"),
+    "--data.val-share": _JUDGED.format("--data.val-share"),
     "--keep": _NOT_HERE["--keep"],
     "--keep-best": _NOT_HERE["--keep-best"],
 }
