@@ -174,12 +174,13 @@ def _arms(study: Study) -> str:
                 text(says),
                 f"{cell.batch:,}",
                 f"{len(cell.finished)}" + (f", {failed} failed" if failed else ""),
+                count(cell.summary("steps").value),
                 percent(mean(cell.top1s).value),
                 f"<b>{_points(diff)}</b>",
                 _half(diff),
             )
         )
-    heads = ("arm", "what it switches", "batch", "seeds", "top-1", "to the recipe", "95 %")
+    heads = ("arm", "what it switches", "batch", "seeds", "steps", "top-1", "to the recipe", "95 %")
     drawn = "".join(_versus_recipe(study, batch) for batch in study.batches)
     return f'<div class="charts">{drawn}</div>{table(heads, rows, words=2)}'
 

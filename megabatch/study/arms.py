@@ -20,7 +20,8 @@ _LAMB_RATE, _LAMB_PER = 0.04, 32768
 _LARS_RATE, _LARS_PER, _LARS_UNADAPTED = 24.0, 4096, 0.1
 """the best on Tiny ImageNet, by the square root of the batch"""
 _MUON_RATE, _MUON_UNADAPTED = 48.0, 0.05
-"""likewise, at any batch; what does not adapt has the rate of LARS's"""
+"""likewise at 4,096 and 8,192, and taken as it is elsewhere; what does not adapt has the rate of
+LARS's"""
 _TRUST = 0.001
 _NOISE_PASSES = 8
 """of the least batch that follows the noise: with two, the estimate is wild"""
@@ -101,6 +102,8 @@ def _lamb(config: Config) -> Config:
 
 
 def _muon(config: Config) -> Config:
+    if config.optimizer.name == "muon":
+        return config
     changed = _layerwise("muon", eps=0.0, unadapted_rate=_MUON_UNADAPTED)(config)
     return _rate(reference=_MUON_RATE, per=config.batch)(changed)
 
@@ -169,7 +172,9 @@ ARMS: dict[str, Arm] = {
     ),
     "recompute": Arm(_recompute, "evaluation by statistics computed anew over 8,192 images"),
     "grow": Arm(_grow, "a batch that doubles after a third, in about as many steps (Mikami)"),
-    "follow_noise": Arm(_follow_noise, "a batch that follows the gradient noise scale"),
+    "follow_noise": Arm(
+        _follow_noise, "a batch that follows the noise, a quarter to twice as large"
+    ),
     "span32": Arm(_span(32), "batch-norm statistics over 32 images"),
     "span64": Arm(_span(64), "batch-norm statistics over 64 images"),
     "span256": Arm(_span(256), "batch-norm statistics over 256 images"),

@@ -12,6 +12,8 @@ from megabatch.study.trials import RECIPE
 
 KEPT_POINTS = 0.3
 """of top-1, within which a batch counts as having kept the baseline's accuracy"""
+_AS_MANY = 0.1
+"""of the steps, by which two runs may differ and have as many"""
 _MANY = 10
 """intervals, from which on chance is named"""
 
@@ -95,7 +97,8 @@ def _beside_baseline(study: Study, base: Cell, larger: list[Cell]) -> Iterator[s
     sure = "is" if _is_seen(above) else "may be"
     yield (
         f"At {base.batch:,} itself {best.arm} {sure} the better baseline: it ends "
-        f"{difference_in_words(above, to='the recipe')}; held against that: {listed}."
+        f"{difference_in_words(above, to='the recipe')}{_other_steps(study, best)}; held against "
+        f"that: {listed}."
     )
 
 
@@ -156,7 +159,9 @@ def _arms(study: Study) -> Iterator[str]:
     seen = [(cell, diff) for cell, diff in arms if _is_seen(diff)]
     seen.sort(key=lambda pair: pair[1].value)
     if seen:
-        listed = _with_differences(seen)
+        listed = "; ".join(
+            _with_difference(cell, diff) + _other_steps(study, cell) for cell, diff in seen
+        )
         yield f"Of the arms, these differ from the recipe by more than their interval: {listed}."
     unseen = [cell for cell, diff in arms if _has_spread(diff) and not _is_seen(diff)]
     if unseen:
@@ -177,15 +182,22 @@ def _arms(study: Study) -> Iterator[str]:
     if without and study.baseline is not None:
         yield (
             f"Where the recipe itself has no finished run, the arms to the baseline: "
-            f"{_with_differences(without)}."
+            f"{'; '.join(_with_difference(cell, diff) for cell, diff in without)}."
         )
 
 
-def _with_differences(arms: list[tuple[Cell, Mean]]) -> str:
-    return "; ".join(
-        f"{cell.arm} at {cell.batch:,} {diff.value:+.2f}{_interval(diff, ' ± ')}"
-        for cell, diff in arms
-    )
+def _with_difference(cell: Cell, diff: Mean) -> str:
+    return f"{cell.arm} at {cell.batch:,} {diff.value:+.2f}{_interval(diff, ' ± ')}"
+
+
+def _other_steps(study: Study, cell: Cell) -> str:
+    """That an arm took more steps than the recipe at its batch, or fewer: a batch that follows the
+    noise is mostly another than it is called by."""
+    recipe = study.cell(RECIPE, cell.batch)
+    steps, usual = (of.summary("steps").value if of else math.nan for of in (cell, recipe))
+    if not usual > 0 or not abs(steps / usual - 1) > _AS_MANY:
+        return ""
+    return f" in {steps / usual:.2g} times the steps"
 
 
 def _listed(cells: list[Cell]) -> str:
