@@ -1,5 +1,6 @@
 """Lifetimes: whoever starts threads, connections, process groups or hooks ends them by close()."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -64,6 +65,15 @@ def make_grad_sync(cluster):
     assert model.module.weight.grad.eq(1.5).all()
 
 
+def forget_grad_sync(cluster):
+    """As a script does that tries one net after another."""
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    GradSync(cluster, "torus:backend").attach(model)
+    model(torch.ones(1, 3)).sum().backward()
+    del model
+    gc.collect()
+
+
 def make_lane(cluster):
     lane = Lane(cluster)
     lane.send(lambda on_phase: dist.all_reduce(torch.ones(1), group=lane.cluster.group), 0)
@@ -74,7 +84,14 @@ def make_lane(cluster):
 
 MAKERS = {
     make.__name__: make
-    for make in (make_pipeline, make_heartbeat, make_planned, make_grad_sync, make_lane)
+    for make in (
+        make_pipeline,
+        make_heartbeat,
+        make_planned,
+        make_grad_sync,
+        forget_grad_sync,
+        make_lane,
+    )
 }
 
 

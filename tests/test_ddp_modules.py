@@ -5,6 +5,7 @@ Whole numbers sum exactly in any order, so any difference is a message in the wr
 
 import contextlib
 import copy
+import io
 import re
 
 import pytest
@@ -271,6 +272,86 @@ def test_a_part_that_only_one_rank_makes_is_told_so():
     dismiss()  # one of them has made a part more than the other
     assert "rank 0 makes a GradSync" in message
     assert "but rank 1 made nothing of the kind in 0.5 s: every worker" in message
+
+
+# ---------------------------------------------------------------- copies, and workers that run dry
+
+
+def copied(cluster, copying, while_attached):
+    """A module with a GradSync is copied, and the copy trained as it is and by a GradSync of its
+    own; how many steps of each had the gradients of plain DDP, and how many went by a plan."""
+    model, plain = (DistributedDataParallel(Net(), **SMALL_BUCKETS) for _ in range(2))
+    expected = trained(plain, cluster.rank)
+    with GradSync(cluster, "torus") as sync:
+        sync.attach(model)
+        trained(model, cluster.rank)
+        copies = [copying(model)] if while_attached else []
+    copies = copies or [copying(model)]
+    right = [equal(trained(copies[0], cluster.rank), expected)]
+    with GradSync(cluster, "torus") as own:
+        own.attach(copies[0])
+        right.append(equal(trained(copies[0], cluster.rank), expected))
+    return right, sync.steps, own.steps
+
+
+def equal(found, expected):
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def averaged(model):
+    return torch.optim.swa_utils.AveragedModel(model).module
+
+
+def saved_and_loaded(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("while_attached", [True, False])
+@pytest.mark.parametrize("copying", [copy.deepcopy, averaged, saved_and_loaded])
+def test_a_module_can_be_copied_and_the_copy_takes_a_sync_of_its_own(copying, while_attached):
+    for right, steps, own_steps in run_ranks(copied, 2, copying, while_attached):
+        assert right == [True, True]
+        assert steps == own_steps == STEPS
+
+
+def until_its_inputs_end(model, rank, **how):
+    found = []
+    with model.join(**how):
+        for step in range(STEPS + rank):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            found += [p.grad.clone() for p in model.parameters()]
+    return found
+
+
+def with_uneven_inputs(cluster):
+    ours, plain = (DistributedDataParallel(Net(), **SMALL_BUCKETS) for _ in range(2))
+    with GradSync(cluster, "torus") as sync:
+        sync.attach(ours)
+        found = until_its_inputs_end(ours, cluster.rank)
+    return equal(found, until_its_inputs_end(plain, cluster.rank)), sync.steps
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_workers_whose_inputs_end_earlier_are_summed_over_too(world):
+    # The last worker has the most inputs; the others go along with zeros.
+    assert run_ranks(with_uneven_inputs, world) == [(True, STEPS + world - 1)] * world
+
+
+def mean_over_who_is_left(cluster):
+    """DDP's own hook would divide by all workers, and say nothing."""
+    model = DistributedDataParallel(Net())
+    with GradSync(cluster, "torus") as sync:
+        sync.attach(model)
+        until_its_inputs_end(model, cluster.rank, divide_by_initial_world_size=False)
+
+
+def test_a_mean_over_those_who_are_left_is_refused():
+    with pytest.raises(RankFailed, match="leave divide_by_initial_world_size at True in join"):
+        run_ranks(mean_over_who_is_left, 2)
 
 
 # ---------------------------------------------------------------- a group of some workers

@@ -4,10 +4,12 @@ DDP fills its buckets and overlaps them with backward as always; each bucket is 
 same sender that the trainer uses (senders.py).
 """
 
-from collections.abc import Iterable
+import threading
+import weakref
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -62,6 +64,9 @@ class GradSync:
             silent_seconds=silent_seconds,
             late_seconds=late_seconds,
         )
+        # A script may forget it along with its module, as one that tries many nets does.
+        self._forgotten = weakref.finalize(self, _close_aside, self._sender)
+        self._forgotten.atexit = False
         self._side = torch.cuda.Stream(cluster.device) if cluster.device.type == "cuda" else None
         self._hook: _Hook | None = None
         self._closed = False
@@ -81,10 +86,15 @@ class GradSync:
     def attach(self, model: DistributedDataParallel) -> DistributedDataParallel:
         """Make DDP sum its gradients by the plan; returns the model."""
         self._check(model)
-        # DDP takes a hook once and for ever: one that we put there is used again.
-        hooks = [state for _, state in model._comm_hooks if isinstance(state, _Hook)]
+        # DDP takes a hook once and for ever: one that we put there is used again. A copy of the
+        # module lists its original's, which DDP does not call for it.
+        hooks = [
+            state
+            for _, state in model._comm_hooks
+            if isinstance(state, _Hook) and state.of() is model
+        ]
         if not hooks:
-            hook = _Hook(model.process_group)
+            hook = _Hook(model)
             try:
                 model.register_comm_hook(hook, _Hook.reduce)
             except RuntimeError as error:
@@ -105,6 +115,7 @@ class GradSync:
         all-reduce; every worker between the same two steps."""
         if self._hook is not None:
             self._hook.sync = None
+        self._forgotten.detach()
         self._sender.close()
         self._closed = True
 
@@ -159,16 +170,40 @@ class GradSync:
 
 class _Hook:
     """What DDP calls for each bucket, for as long as the module lives: the GradSync that is
-    attached, or DDP's own all-reduce."""
+    attached, or DDP's own all-reduce.
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    A copy of it, in a copied or saved module, is nobody's: what is a copy sums as DDP does.
+    """
+
+    def __init__(self, model: DistributedDataParallel | None = None) -> None:
+        self.of: Callable[[], DistributedDataParallel | None] = (
+            _nobody if model is None else weakref.ref(model)
+        )
         self.sync: GradSync | None = None
 
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
+
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        model = self.of()
+        assert model is not None  # who calls this
+        if model._join_config.enable and not model._divide_by_initial_world_size:
+            raise UserError(
+                "a hook cannot tell how many workers still have inputs, and its mean is over all "
+                "of them: leave divide_by_initial_world_size at True in join()"
+            )
         if self.sync is None:
-            return allreduce_hook(self._group, bucket)
+            return allreduce_hook(model.process_group, bucket)
         return self.sync.reduce(bucket)
+
+
+def _close_aside(sender: Planned) -> None:
+    """In a thread of its own: what is forgotten is collected in any, be it one that this ends."""
+    threading.Thread(target=sender.close, name="closing").start()
+
+
+def _nobody() -> None:
+    return None
 
 
 def _result(flat: Tensor, done: torch.futures.Future[BaseException | None]) -> Tensor:
