@@ -261,6 +261,7 @@ def logits_of(output: Any, labels: Tensor, classes: int = 1) -> Tensor:
     if output.shape[1] < classes:
         raise UserError(
             f"the model tells {output.shape[1]} classes apart, but the images have {classes}: give "
-            f"its last layer {classes} outputs"
+            f"its last layer {classes} outputs, or set data.classes where a data set of your own "
+            f"does not list them"
         )
     return output
