@@ -203,6 +203,10 @@ class MovingAverages:
         self._sizes = [buffer.numel() for buffer in self._buffers]
         self.length = sum(self._sizes)
 
+    def tensors(self) -> list[Tensor]:
+        """All that move."""
+        return [*self._buffers, *self._counters]
+
     def statistics(self, like: Tensor) -> Tensor:
         """Means and variances of the last micro-batch, of all layers, in one vector."""
         found = [layer.take() for layer in self._layers]

@@ -26,6 +26,7 @@ from megabatch.passes.graphs import CapturedPass, captured
 from megabatch.passes.kinds import Pass, choose_pass
 from megabatch.precision import LossScale, Masters, full_dtype
 from megabatch.sync.buckets import GradientSum
+from megabatch.sync.own_buffers import OwnBuffers
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Parts:
     engine: GradientSum
     scale: LossScale
     moving: MovingAverages
+    buffers: OwnBuffers | None
+    """the net's others, where it has some"""
     average: WeightAverage
     dropouts: tuple[Dropout, ...]
     """of the net, looked for once: it has hundreds of modules"""
@@ -156,8 +159,9 @@ def prepared(
             ending.callback(key_dropout(net, config.seed))
         net.to(cluster.device, full_dtype(config))
         if cluster.world > 1:
-            for tensor in net.state_dict().values():
-                dist.broadcast(tensor, group_src=0, group=cluster.group)
+            # Also buffers that no state dict has; what else one has is nothing to sum or compare.
+            for _, tensor in _tensors(net):
+                dist.broadcast(tensor.detach(), group_src=0, group=cluster.group)
         # How tensor cores and oneDNN want convolutions; bits of deterministic runs on a CPU stay.
         if cluster.device.type == "cuda" or not config.deterministic:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -211,6 +215,7 @@ def assemble(
         optimizer.rounds_freely = not config.deterministic
         scale = LossScale(config, cluster.device)
         moving = MovingAverages(net)
+        buffers = OwnBuffers(net, cluster, moving.tensors())
         average = WeightAverage(net, config, masters)
         run = choose_pass(config, cluster, net, moving, own, classes)
         failing.callback(run.close)
@@ -241,6 +246,7 @@ def assemble(
         engine=engine,
         scale=scale,
         moving=moving,
+        buffers=buffers or None,
         average=average,
         dropouts=tuple(layer for layer in net.modules() if isinstance(layer, Dropout)),
         settled={name: (p, p.requires_grad) for name, p in net.named_parameters()},

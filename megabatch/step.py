@@ -62,8 +62,13 @@ def train_step(
     """
     count = batch // parts.config.micro
     parts.engine.begin(count)
-    if not parts.net.training:  # an evaluation was between; a net has hundreds of modules to tell
+    between = not parts.net.training  # an evaluation was; a net has hundreds of modules to tell
+    if between:
         parts.net.train()
+    if parts.buffers is not None:
+        if between:
+            parts.buffers.relearn()
+        parts.buffers.begin(count)
     losses = _passes(parts, micro_batches, batch)
     control = parts.engine.finish(stop(), propose)
     return StepResult(_update(parts, control, count, lr, momentum), losses)
@@ -90,6 +95,8 @@ def _passes(
 
 def _pass(parts: Parts, micro: MicroBatch, factor: Tensor | float) -> Tensor:
     """One that runs as it is: its buckets leave meanwhile. Returns its loss."""
+    if parts.buffers is not None:
+        parts.buffers.each_pass()
     found = parts.run(micro.images, micro.labels)
     parts.engine.backward(found.loss, found.counts, found.statistics, factor)
     return found.loss.detach()
@@ -126,6 +133,8 @@ def _update(parts: Parts, control: Control, count: int, lr: float, momentum: flo
     engine.scale(1 / scale.value if scale.on else None, gate)
     optimizer.step(good=gate, copies=parts.copies, reached=engine.reached(control))
     parts.moving.move(control.mean_statistics(count), parts.config.bn_momentum, gate)
+    if parts.buffers is not None:
+        parts.buffers.end(gate, engine.blocked)
     parts.average.update(good)
     numbers = control.for_host(engine.squared_norm(), scale.value, good)
     scale.update(good)

@@ -54,7 +54,8 @@ def train(
     no gradients. What it draws, dropout say, it draws from torch's generator, which is keyed by the
     images' positions. Changed are its weights and moving averages, and where it lies: on the
     cluster's device, in fp32, or fp64 for precision fp64, channels last (but for deterministic runs
-    on a CPU).
+    on a CPU). Buffers that its own forward changes (a spectral norm's, a counter) move once a step,
+    by the pass over the first micro-batch, on every worker.
     `data` is a map-style data set of (image, label), of which a share is held out by hash, or a
     pair (train, val). Without `out` nothing is written. `loggers` hear of the run on the first
     worker, and cannot change it. `sources` are the config's images as data.opening.open_sources

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from test_train import CONFIG, WithDropout
 from torch import nn
 from waiting import PATIENCE_SECONDS
@@ -671,3 +672,54 @@ def test_parameters_that_no_pass_reaches_are_named(micros, capfd):
     assert f"on {seldom}spare.weight, spare.bias: what no pass" in lines[0]
     mb.train(config, model=net_of())
     assert "does not depend" not in capfd.readouterr().err
+
+
+class Counting(WithDropout):
+    """Keeps buffers of its own, as a spectral norm, an instance norm or a queue of features does:
+    changed in place or put anew, of any dtype, in every pass; and one that is drawn when it is
+    made, and that no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.utils.parametrizations.spectral_norm(nn.Linear(10, 10))
+        self.old_scale = nn.utils.spectral_norm(nn.Linear(10, 10))
+        self.averages = nn.InstanceNorm2d(1, track_running_stats=True)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("mean", torch.zeros(8, 8))
+        self.register_buffer("steady", torch.arange(10.0))
+        self.register_buffer("table", torch.zeros(1))
+        self.register_buffer("drawn", torch.randn(10), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.passes += 1
+            self.seen[int(self.passes) % 3] = True
+            self.mean = 0.9 * self.mean + 0.1 * x.mean((0, 1))  # another tensor
+            self.table = torch.arange(len(x))  # of another shape
+        x = self.averages(x - self.mean)
+        return self.old_scale(self.scale(super().forward(x))) + 0.01 * (self.steady + self.drawn)
+
+
+COUNTING = replace(SHORT, epochs=0.5, eval_every=0.2, save_every=0)
+
+
+def counting_run(cluster, config):
+    """How it ended, and what the net itself has then."""
+    torch.manual_seed(cluster.rank)  # a script need not think of it: the first worker's count
+    net = Counting()
+    summary = mb.train(config, model=net, quiet=True, cluster=cluster)
+    buffers = [buffer.tolist() for name, buffer in net.named_buffers() if name != "table"]
+    return summary.weights_sha256, summary.loss, int(net.passes), buffers
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("micros", [5, 1])  # of a step; with one, all workers but one are idle
+def test_buffers_that_a_net_changes_itself_end_alike_on_any_workers(micros):
+    config = replace(COUNTING, micro=COUNTING.batch // micros)
+    alone = counting_run(Cluster.from_env(device="cpu"), config)
+    steps = mb.train(config, quiet=True).steps
+    assert alone[2] == steps > 1  # once a step, not once a pass
+    for world in (2, 3):
+        for ended in run_ranks(counting_run, world, config):
+            assert ended == alone
