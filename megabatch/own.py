@@ -69,6 +69,12 @@ def check_model(model: Any) -> None:
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_complex():
             raise UserError(f"the model's {name} is complex: training is in real numbers")
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise UserError(
+                f"the model's {name} is a {type(value).__name__}, and checkpoints hold tensors "
+                f"alone: let get_extra_state give a tensor, or keep it elsewhere"
+            )
 
 
 def named_folder(path: Any, name: str) -> Path:

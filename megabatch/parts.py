@@ -22,6 +22,7 @@ from megabatch.keyed import Dropout, key_dropout
 from megabatch.models.resnet import open_blocks
 from megabatch.models.zoo import is_foreign
 from megabatch.optim import Layerwise, build, parameter_groups
+from megabatch.optim.layout import dense, shared
 from megabatch.passes.graphs import CapturedPass, captured
 from megabatch.passes.kinds import Pass, choose_pass
 from megabatch.precision import LossScale, Masters, full_dtype
@@ -159,9 +160,8 @@ def prepared(
             ending.callback(key_dropout(net, config.seed))
         net.to(cluster.device, full_dtype(config))
         if cluster.world > 1:
-            # Also buffers that no state dict has; what else one has is nothing to sum or compare.
-            for _, tensor in _tensors(net):
-                dist.broadcast(tensor.detach(), group_src=0, group=cluster.group)
+            for _, tensor in _tensors(net):  # also buffers that no state dict has
+                _broadcast(tensor.detach(), cluster)
         # How tensor cores and oneDNN want convolutions; bits of deterministic runs on a CPU stay.
         if cluster.device.type == "cuda" or not config.deterministic:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -178,10 +178,22 @@ def _tensors(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from net.named_buffers()
 
 
+def _broadcast(tensor: Tensor, cluster: Cluster) -> None:
+    """The first worker's values, wherever they lie: gloo takes as many numbers as there are in a
+    row, beyond an expanded tensor's memory and between those of a strided one."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)  # all of them are the one
+    run = tensor if dense(tensor) else tensor.contiguous()
+    dist.broadcast(run, group_src=0, group=cluster.group)
+    if run is not tensor:
+        tensor.copy_(run)
+
+
 def _set_layouts(net: nn.Module, layouts: dict[tuple[str, torch.Size], tuple[int, ...]]) -> None:
     for name, tensor in _tensors(net):
         strides = layouts.get((name, tensor.shape))  # none: the caller has put another there
-        if strides is not None and tensor.stride() != strides:
+        if strides is not None and tensor.stride() != strides and not shared(tensor.shape, strides):
             laid_out = torch.empty_strided(
                 tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
             )

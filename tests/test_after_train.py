@@ -213,6 +213,17 @@ def test_evaluate_needs_no_engine_and_gives_the_net_back(tmp_path, monkeypatch):
     is_theirs_again(net)
 
 
+class Extra(nn.Identity):
+    def get_extra_state(self):
+        return {"calls": 3}
+
+
+def with_extra_state():
+    net = net_of()
+    net.body = Extra()
+    return net
+
+
 def with_a_complex_buffer():
     net = nn.Linear(64, 10)
     net.register_buffer("filter", torch.ones(3, dtype=torch.complex64))  # a cast would halve it
@@ -244,6 +255,7 @@ def scripted(net):
         ((SHORT, with_a_complex_buffer()), "the model's filter is complex"),
         ((SHORT, [net_of()]), r"model is \[WithDropout\( \(body.*\], not a torch\.nn\.Module"),
         ((SHORT, scripted(net_of().body)), "the model's 1 is a BatchNorm2d in a graph of"),
+        ((SHORT, with_extra_state()), "the model's body._extra_state is a dict, and checkpoints"),
         ((SHORT, made_in_inference_mode()), "the model's weight was made in torch.inference_mode"),
     ],
 )
@@ -688,7 +700,9 @@ class Counting(WithDropout):
         self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
         self.register_buffer("mean", torch.zeros(8, 8))
         self.register_buffer("steady", torch.arange(10.0))
+        self.register_buffer("expanded", torch.rand(1, 1, 8, 1).expand(1, 1, 8, 8))
         self.register_buffer("table", torch.zeros(1))
+        self.register_buffer("strided", torch.randn(10, 2)[:, 0])
         self.register_buffer("drawn", torch.randn(10), persistent=False)
 
     def forward(self, x):
@@ -698,7 +712,8 @@ class Counting(WithDropout):
             self.mean = 0.9 * self.mean + 0.1 * x.mean((0, 1))  # another tensor
             self.table = torch.arange(len(x))  # of another shape
         x = self.averages(x - self.mean)
-        return self.old_scale(self.scale(super().forward(x))) + 0.01 * (self.steady + self.drawn)
+        found = self.old_scale(self.scale(super().forward(x * self.expanded)))
+        return found + 0.01 * (self.steady + self.strided + self.drawn)
 
 
 COUNTING = replace(SHORT, epochs=0.5, eval_every=0.2, save_every=0)
@@ -723,3 +738,5 @@ def test_buffers_that_a_net_changes_itself_end_alike_on_any_workers(micros):
     for world in (2, 3):
         for ended in run_ranks(counting_run, world, config):
             assert ended == alone
+    # Channels last and back: what is expanded cannot be written to where it lay.
+    counting_run(Cluster.from_env(device="cpu"), replace(config, deterministic=False))

@@ -3,6 +3,8 @@ must have all of them in one order."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,12 @@ def dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or (
         tensor.dim() == 4 and tensor.is_contiguous(memory_format=last)
     )
+
+
+def shared(shape: Iterable[int], strides: Iterable[int]) -> bool:
+    """Whether elements share memory, as an expanded tensor's do: nobody can write them one by
+    one."""
+    return any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
 
 
 def flat(tensor: Tensor) -> Tensor:

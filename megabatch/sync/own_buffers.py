@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabatch.cluster import Cluster
+from megabatch.optim.layout import shared
 from megabatch.tree import deal
 
 Waiting = Callable[[str], AbstractContextManager[None]]
@@ -66,7 +67,10 @@ class OwnBuffers:
             (module, name)
             for module in net.modules()
             for name, tensor in module.named_buffers(recurse=False)
-            if id(tensor) not in looked_after and not tensor.is_inference()
+            if id(tensor) not in looked_after
+            and not tensor.is_inference()
+            # An expanded one no pass can write to.
+            and not shared(tensor.shape, tensor.stride())
         ]
         self._changing: list[int] | None = None
         """which of all; None: not known yet"""
