@@ -81,13 +81,13 @@ def _passes(
     mean loss over the global batch."""
     # In float64: rounded once, to what the loss is in, it is what backward of a mean would give.
     factor = parts.scale.value.double() / batch if parts.scale.on else 1 / batch
-    losses = []  # and no generator, in which a StopIteration of the net's would be another error
+    losses = []  # and this no generator, in which a StopIteration of the net's would be another one
+    ready = _ready(parts, micro_batches)
     if parts.graph is None or parts.graph.refused:
-        for micro in micro_batches:
-            key_draws(parts, micro)
+        for micro in ready:
             losses.append((micro.first, _pass(parts, micro, factor) / batch))
         return losses
-    for first, found, gradients in parts.graph(_with_draws_keyed(parts, micro_batches), factor):
+    for first, found, gradients in parts.graph(ready, factor):
         parts.engine.add(gradients, found.counts, found.statistics)
         losses.append((first, found.loss / batch))
     return losses
@@ -95,16 +95,17 @@ def _passes(
 
 def _pass(parts: Parts, micro: MicroBatch, factor: Tensor | float) -> Tensor:
     """One that runs as it is: its buckets leave meanwhile. Returns its loss."""
-    if parts.buffers is not None:
-        parts.buffers.each_pass()
     found = parts.run(micro.images, micro.labels)
     parts.engine.backward(found.loss, found.counts, found.statistics, factor)
     return found.loss.detach()
 
 
-def _with_draws_keyed(parts: Parts, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+def _ready(parts: Parts, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    """Each when the one before has passed, and the net as its pass is to find it."""
     for micro in micro_batches:
         key_draws(parts, micro)
+        if parts.buffers is not None:
+            parts.buffers.each_pass()
         yield micro
 
 
