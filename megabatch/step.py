@@ -69,8 +69,15 @@ def train_step(
         if between:
             parts.buffers.relearn()
         parts.buffers.begin(count)
-    losses = _passes(parts, micro_batches, batch)
-    control = parts.engine.finish(stop(), propose)
+    try:
+        losses = _passes(parts, micro_batches, batch)
+        control = parts.engine.finish(stop(), propose)
+        if parts.buffers is not None:
+            parts.buffers.exchange(parts.engine.blocked)
+    except BaseException:
+        if parts.buffers is not None:
+            parts.buffers.undo()
+        raise
     return StepResult(_update(parts, control, count, lr, momentum), losses)
 
 
@@ -135,7 +142,7 @@ def _update(parts: Parts, control: Control, count: int, lr: float, momentum: flo
     optimizer.step(good=gate, copies=parts.copies, reached=engine.reached(control))
     parts.moving.move(control.mean_statistics(count), parts.config.bn_momentum, gate)
     if parts.buffers is not None:
-        parts.buffers.end(gate, engine.blocked)
+        parts.buffers.end(gate)
     parts.average.update(good)
     numbers = control.for_host(engine.squared_norm(), scale.value, good)
     scale.update(good)

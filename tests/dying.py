@@ -28,6 +28,7 @@ from megabatch.elastic.worlds import meet
 from megabatch.launch import run_local
 from megabatch.runs import checkpoint
 from megabatch.runs.folder import RunFolder
+from megabatch.sync.own_buffers import OwnBuffers
 
 # Two switches of the batch, uneven numbers of micro-batches, averaged weights, an evaluation in
 # the middle of the run and a checkpoint before it.
@@ -58,6 +59,8 @@ MOMENTS = {
     "as it copies the state": (training, "copied", False),
     "before a step": (training, "train_step", False),
     "after a step": (training, "train_step", True),
+    "as buffers are exchanged": (OwnBuffers, "exchange", False),
+    "buffers exchanged": (OwnBuffers, "exchange", True),
     "as it evaluates": (between_steps, "score", False),
     "evaluated": (between_steps, "score", True),
     "as it saves": (RunFolder, "save", False),
@@ -68,15 +71,16 @@ MOMENTS = {
 }
 
 
-def train_dying(config, folder, deaths, how=signal.SIGKILL):
-    """As megabatch train's own worker."""
+def train_dying(config, folder, deaths, how=signal.SIGKILL, make=None):
+    """As megabatch train's own worker, or with the module that `make` makes."""
     folder = Path(folder)
     for death in deaths:
         _arm(folder, death, how)
     _note_belongings(folder)
     cluster = meet(device="cpu")
     try:
-        return training.train(config, cluster=cluster, out=folder / "run", quiet=True)
+        net = None if make is None else make()
+        return training.train(config, net, cluster=cluster, out=folder / "run", quiet=True)
     finally:
         cluster.leave()
 
@@ -160,9 +164,9 @@ def evaluations_of(run):
     return [(one["seen"], one["top1"]) for one in records(run) if one["kind"] == "evaluation"]
 
 
-def undisturbed(folder, config=CONFIG):
+def undisturbed(folder, config=CONFIG, net=None):
     alone = Cluster.from_env(device="cpu")
-    return training.train(replace(config), cluster=alone, out=folder / "run", quiet=True)
+    return training.train(replace(config), net, cluster=alone, out=folder / "run", quiet=True)
 
 
 def workers_of(supervisor):

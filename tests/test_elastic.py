@@ -17,9 +17,11 @@ from datetime import timedelta
 
 import dying
 import pytest
+import torch
 import torch.distributed as dist
 from commands import MEGABATCH, last_json, megabatch
 from dying import died, disturbed
+from torch import nn
 from waiting import PATIENCE_SECONDS
 
 from megabatch.elastic import heeding, supervisor
@@ -77,6 +79,36 @@ def test_what_was_due_after_a_step_is_done_once(whole, tmp_path):
     found = disturbed(tmp_path, *deaths)
     assert died(tmp_path, *deaths)
     assert same(found, tmp_path, whole)
+
+
+class Counting(nn.Module):
+    """Counts its passes, and what it counted is in what it says."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        self.register_buffer("passes", torch.zeros(1))
+
+    def forward(self, x):
+        if self.training:
+            self.passes += 1
+        return self.body(x) * (1 + self.passes / 100)
+
+
+@pytest.mark.parametrize(
+    "death",
+    [("before a step", 0, 4), ("as buffers are exchanged", 2, 4), ("buffers exchanged", 0, 4)],
+    ids=lambda death: death[0],
+)
+def test_buffers_of_a_callers_net_are_as_if_nobody_had_been_lost(death, tmp_path):
+    """Those who are left have passes behind them in that step, which is taken again."""
+    config = replace(dying.CONFIG, ema=0.0)
+    whole = dying.undisturbed(tmp_path / "whole", config, Counting())
+    found = disturbed(tmp_path, death, config=config, how=signal.SIGKILL, make=Counting)
+    assert died(tmp_path, death)
+    assert found.weights_sha256 == whole.weights_sha256
+    assert (found.top1, found.loss) == (whole.top1, whole.loss)
 
 
 @pytest.mark.systems

@@ -56,8 +56,11 @@ class _Place(NamedTuple):
 
 
 class OwnBuffers:
-    """begin() a step, each_pass() before every pass of it, end(). Which buffers change is learnt in
-    the first step, and again after each relearn(): those that stay cost nothing in between."""
+    """begin() a step, each_pass() before every pass of it, exchange(), end(); or undo().
+
+    Which buffers change is learnt in the first step, and again after each relearn(): those that
+    stay cost nothing in between.
+    """
 
     def __init__(self, net: nn.Module, cluster: Cluster, others: Iterable[Tensor]) -> None:
         """`others` are those that somebody else looks after: batch norm's."""
@@ -109,19 +112,32 @@ class OwnBuffers:
         self._passes += 1
 
     @torch.no_grad()
-    def end(self, good: Tensor | None, waiting: Waiting) -> None:
-        """What the first micro-batch's pass has left, on every worker; where `good`, a boolean on
-        the device, is false, what the step began with. It waits for the others inside `waiting`."""
+    def exchange(self, waiting: Waiting) -> None:
+        """Tell every worker what the first micro-batch's pass has left. Before anything of the step
+        is taken over: a worker that is lost here costs the step. It waits for the others inside
+        `waiting`."""
         left = self._left or self._now()
         with waiting("the buffers of the module") if self._cluster.world > 1 else nullcontext():
             if self._changing is None:
                 self._changing = self._learnt(left)
-            left = {index: left[index] for index in self._changing}
-            if self._cluster.world > 1 and left:
-                self._broadcast(list(left.values()))
+            self._left = {index: left[index] for index in self._changing}
+            if self._cluster.world > 1 and self._left:
+                self._broadcast(list(self._left.values()))
+
+    @torch.no_grad()
+    def end(self, good: Tensor | None) -> None:
+        """Take over what was exchanged; where `good`, a boolean on the device, is false, what the
+        step began with."""
         for index, place in self._places.items():
-            values = left.get(index, place.before)
+            values = self._left.get(index, place.before)
             place.put(values if good is None else torch.where(good, values, place.before))
+        self._places, self._left = {}, {}
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """What the step began with, which is not taken after all."""
+        for place in self._places.values():
+            place.put(place.before)
         self._places, self._left = {}, {}
 
     def _now(self) -> dict[int, Tensor]:
