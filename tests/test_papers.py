@@ -96,7 +96,7 @@ LOOKED_FOR = {
         "23.84", "22.08", "22.36", "92.5 min", "25.83", "26.09", "29 h", "one hour",
         "30 s an epoch", "12 % longer", "90 %", "12.8 Gbit/s", "23.49", "23.48", "23.53", "23.56",
         "beyond 64k", "30, 60 and 80", "24.01", "cyclic control inputs", "Big Basin",
-        "length of the warm-up", "pipelined", "256 KB",
+        "length of the warm-up", "pipelined", "256 KB", "mean and deviation of each channel",
     ],
     "You": [
         "Table 3", "Table 4", "57.6 to 53.1", "44.8", "2.2 points", "58.5", "58.2", "55.0",
@@ -104,7 +104,7 @@ LOOKED_FOR = {
         "58.6", "10^18", "14 days", "45 h", "20 and 14 min", "52 and 31 min", "in 11", "24 min",
         "Table 2)", "57.7", "77.8", "58.9", "55.9, 56.7, 57.3 and 58.2", "6 h 10 min",
         "58.7 % at 512", "3,690", "1,345", "rate inside the momentum buffer", "solver files",
-        "Stampede2", "swaps the machines", "leaves eta out",
+        "Stampede2", "swaps the machines", "leaves eta out", "(t / T)^2", "9 at 1k", "0.08",
         "57.8, 59.2, 59.5, 59.5 and 59.9", "58.1, 58.9, 58.5 and 57.1", "57.6, 58.0, 57.7 and 56.5",
     ],
     "Jia": [
@@ -344,7 +344,8 @@ SOLVERS = [
     ("alexnet", 1024, 2, None, 125_000), ("alexnet", 8192, 10, 600, 15_600),
     ("alexnet", 16384, 16, 400, 7_800), ("alexnet_bn", 512, 1, None, 250_000),
     ("alexnet_bn", 8192, 10, 600, 15_600), ("alexnet_bn", 16384, 24, 400, 7_800),
-    ("alexnet_bn", 32768, 32, 400, 4_000),
+    ("alexnet_bn", 32768, 32, 400, 4_000), ("resnet50", 512, 4, None, 250_000),
+    ("resnet50", 512, 8, 5_000, 250_000), ("resnet50", 1024, 9, 10_000, 125_000),
 ]  # fmt: skip
 
 
@@ -355,13 +356,15 @@ def test_the_rates_of_the_authors_solvers(net, batch, base, ramp, most):
     epoch = batch / IMAGES  # of an iteration
     flags = f"--model {net} --batch {batch} --micro 16 --lr.reference {base} --lr.per {batch}"
     flags += f" --epochs {most * epoch} --lr.warmup {(ramp or 0) * epoch}"
+    weight_decay = 1e-4 if net == "resnet50" else 5e-4
+    flags += f" --optimizer.weight-decay {weight_decay}"
     config, _ = train_verb.read_flags("you2018_alexnet", shlex.split(flags))
     for i in (0, 1, 399, 401, 599, 601, most // 2, most - 1):
         caffe = base * (1 - i / most) ** 2
         if ramp and i < ramp:
             caffe = 1 + (base - 1) * (i / ramp) ** 2
         assert config.lr_at(i * epoch, batch) == pytest.approx(caffe, rel=1e-9)
-    assert (config.optimizer.momentum, config.optimizer.weight_decay) == (0.9, 5e-4)
+    assert (config.optimizer.momentum, config.optimizer.weight_decay) == (0.9, weight_decay)
 
 
 # Norms of weights and biases of AlexNet-BN at the first iteration, in the table of 1708.03888.
@@ -422,6 +425,18 @@ def test_the_share_of_the_peak_is_operations_over_time_and_peak():
     assert share == pytest.approx(6 * 4.089e9 * 3000 / CHIPS["h200"].flops, rel=1e-3)
     assert share_of_peak("some accelerator", "resnet50", 224, 3, 1000, 3000) is None
     assert share_of_peak("NVIDIA H200", "own Net", 224, 3, 1000, 3000) is None
+
+
+@pytest.mark.parametrize(("share", "told"), [(0.3141, "images/s, 31.4% of peak FLOP/s) on"),
+                                             (None, "images/s) on")])  # fmt: skip
+def test_the_last_line_of_a_run_tells_the_share_of_the_peak_where_it_is_known(share, told, capfd):
+    summary = {
+        "ended": "finished", "loss": 1.0, "top1": 0.5, "best_top1": 0.6, "median_top1": 0.5,
+        "steps": 3, "seen": 96, "seconds": 1.0, "images_per_second": 96.0, "world": 1,
+        "peak_share": share, "out": "run",
+    }  # fmt: skip
+    train_verb._say(summary)
+    assert told in " ".join(capfd.readouterr().out.split())
 
 
 def stopped_after(steps, monkeypatch):
