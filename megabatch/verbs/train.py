@@ -192,8 +192,8 @@ def _say(summary: dict[str, Any]) -> None:
             f"top-1 {summary['top1']:.2%} (best {summary['best_top1']:.2%}, median of the last "
             f"five {summary['median_top1']:.2%})"
         )
-    share = summary["peak_share"]
-    of_peak = "" if share is None else f", {share:.1%} of peak FLOP/s"
+    peak_share = summary["peak_share"]
+    of_peak = "" if peak_share is None else f", {peak_share:.1%} of peak FLOP/s"
     say_result(
         f"{how}: {found}, {summary['steps']:,} step{'s' * (summary['steps'] != 1)}, "
         f"{summary['seen']:,} images in {summary['seconds']:.1f} s "
