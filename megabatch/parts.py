@@ -22,7 +22,7 @@ from megabatch.keyed import Dropout, key_dropout
 from megabatch.models.resnet import open_blocks
 from megabatch.models.zoo import is_foreign
 from megabatch.optim import Layerwise, build, parameter_groups
-from megabatch.optim.layout import dense, shared
+from megabatch.optim.layout import dense, overlaps
 from megabatch.passes.graphs import CapturedPass, captured
 from megabatch.passes.kinds import Pass, choose_pass
 from megabatch.precision import LossScale, Masters, full_dtype
@@ -193,7 +193,11 @@ def _broadcast(tensor: Tensor, cluster: Cluster) -> None:
 def _set_layouts(net: nn.Module, layouts: dict[tuple[str, torch.Size], tuple[int, ...]]) -> None:
     for name, tensor in _tensors(net):
         strides = layouts.get((name, tensor.shape))  # none: the caller has put another there
-        if strides is not None and tensor.stride() != strides and not shared(tensor.shape, strides):
+        if (
+            strides is not None
+            and tensor.stride() != strides
+            and not overlaps(tensor.shape, strides)
+        ):
             laid_out = torch.empty_strided(
                 tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
             )

@@ -65,19 +65,10 @@ def train_step(
     between = not parts.net.training  # an evaluation was; a net has hundreds of modules to tell
     if between:
         parts.net.train()
-    if parts.buffers is not None:
-        if between:
-            parts.buffers.relearn()
-        parts.buffers.begin(count)
-    try:
+    own = parts.buffers
+    with _NOTHING if own is None else own.step(count, between, parts.engine.blocked):
         losses = _passes(parts, micro_batches, batch)
         control = parts.engine.finish(stop(), propose)
-        if parts.buffers is not None:
-            parts.buffers.exchange(parts.engine.blocked)
-    except BaseException:
-        if parts.buffers is not None:
-            parts.buffers.undo()
-        raise
     return StepResult(_update(parts, control, count, lr, momentum), losses)
 
 

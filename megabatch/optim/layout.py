@@ -17,7 +17,7 @@ def dense(tensor: Tensor) -> bool:
     )
 
 
-def shared(shape: Iterable[int], strides: Iterable[int]) -> bool:
+def overlaps(shape: Iterable[int], strides: Iterable[int]) -> bool:
     """Whether elements share memory, as an expanded tensor's do: nobody can write them one by
     one."""
     return any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))

@@ -18,7 +18,7 @@ from torch import Tensor
 from megabatch.cluster import Cluster
 from megabatch.elastic.connecting import connecting
 from megabatch.errors import UserError
-from megabatch.optim.layout import shared
+from megabatch.optim.layout import overlaps
 from megabatch.plans import Plan, on_grid
 from megabatch.plans.message import piece
 from megabatch.sync.lanes import Closed, OnError, Reduction, StreamLane, ThreadLane
@@ -109,7 +109,7 @@ class Pipeline:
         """Sum a tensor of any shape over all workers, in place; returns when the sum is there."""
         if tensor.layout != torch.strided:
             raise UserError("a plan sums dense tensors: give it tensor.to_dense()")
-        if shared(tensor.shape, tensor.stride()):
+        if overlaps(tensor.shape, tensor.stride()):
             raise UserError(
                 "elements of this tensor share memory (it was expanded): sum what it was made of"
             )

@@ -8,8 +8,8 @@ pass over the first micro-batch leaves is everyone's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabatch.cluster import Cluster
-from megabatch.optim.layout import shared
+from megabatch.optim.layout import overlaps
 from megabatch.tree import deal
 
 Waiting = Callable[[str], AbstractContextManager[None]]
@@ -56,10 +56,10 @@ class _Place(NamedTuple):
 
 
 class OwnBuffers:
-    """begin() a step, each_pass() before every pass of it, exchange(), end(); or undo().
+    """A step() around its passes, each_pass() before every one of them, end() when it is taken.
 
-    Which buffers change is learnt in the first step, and again after each relearn(): those that
-    stay cost nothing in between.
+    Which buffers change is learnt in the first step, and in those that are told to: what stays
+    costs nothing in between.
     """
 
     def __init__(self, net: nn.Module, cluster: Cluster, others: Iterable[Tensor]) -> None:
@@ -73,7 +73,7 @@ class OwnBuffers:
             if id(tensor) not in looked_after
             and not tensor.is_inference()
             # An expanded one no pass can write to.
-            and not shared(tensor.shape, tensor.stride())
+            and not overlaps(tensor.shape, tensor.stride())
         ]
         self._changing: list[int] | None = None
         """which of all; None: not known yet"""
@@ -85,13 +85,23 @@ class OwnBuffers:
         """Whether there are any."""
         return bool(self._all)
 
-    def relearn(self) -> None:
-        """Which of them change; on every worker between the same two steps."""
-        self._changing = None
+    @contextmanager
+    def step(self, count: int, learn: bool, waiting: Waiting) -> Iterator[None]:
+        """A step of `count` micro-batches, at whose end every worker has what the pass over the
+        first of them left. One that fails, by the loss of a worker say, leaves what it began with.
+        It waits for the others inside `waiting`; all of them `learn` in the same steps."""
+        if learn:
+            self._changing = None
+        self._begin(count)
+        try:
+            yield
+            self._exchange(waiting)
+        except BaseException:
+            self._undo()
+            raise
 
     @torch.no_grad()
-    def begin(self, count: int) -> None:
-        """A step of `count` micro-batches."""
+    def _begin(self, count: int) -> None:
         dealt = deal(count, self._cluster.world)
         self._first = next(rank for rank, (first, last) in enumerate(dealt) if first < last)
         self._passes = 0
@@ -112,10 +122,8 @@ class OwnBuffers:
         self._passes += 1
 
     @torch.no_grad()
-    def exchange(self, waiting: Waiting) -> None:
-        """Tell every worker what the first micro-batch's pass has left. Before anything of the step
-        is taken over: a worker that is lost here costs the step. It waits for the others inside
-        `waiting`."""
+    def _exchange(self, waiting: Waiting) -> None:
+        # Before anything of the step is taken over: a worker that is lost here costs the step.
         left = self._left or self._now()
         with waiting("the buffers of the module") if self._cluster.world > 1 else nullcontext():
             if self._changing is None:
@@ -134,8 +142,7 @@ class OwnBuffers:
         self._places, self._left = {}, {}
 
     @torch.no_grad()
-    def undo(self) -> None:
-        """What the step began with, which is not taken after all."""
+    def _undo(self) -> None:
         for place in self._places.values():
             place.put(place.before)
         self._places, self._left = {}, {}
