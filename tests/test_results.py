@@ -39,6 +39,23 @@ def test_the_step_on_one_gpu():
         assert f"{row['median_ms']:.1f}" in told, row["case"]
 
 
+def test_the_fast_step_beside_the_plain_one():
+    told = page("docs/performance.md").replace("\n", " ")
+    for way in ("kernels", "plain, compiled"):
+        runs = [run for run in result("gpu/accuracy.json")["runs"] if run["way"] == way]
+        assert [run["seed"] for run in runs] == [0, 1, 2]
+        mean = 100 * sum(run["top1"] for run in runs) / 3
+        assert f"{mean:.2f} % in the mean" in told
+    seeds = result("gpu/loss.json")["seeds"]
+    ours, plain = ([seed[way] for seed in seeds] for way in ("kernels", "plain bf16"))
+    for distances in (ours, plain):
+        *first, last = (f"{distance:.4f}" for distance in distances)
+        assert f"{', '.join(first)} and {last}" in told
+    single = sorted(one / other for one, other in zip(ours, plain, strict=True))
+    assert f"{sum(ours) / sum(plain):.2f} times as far in the mean, {single[0]:.2f} to" in told
+    assert f"{single[-1]:.2f} times in single seeds" in told
+
+
 def test_the_step_on_two_cpu_cores():
     told = page("docs/performance.md")
     for row in result("cpu/step.json")["rows"]:
