@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-def settings(model, size, batch, micro, span, precision, half_weights, opened):
+def settings(model, size, batch, micro, span, precision, half_weights, opened=False):
     data = mb.Data("synthetic", size=size, channels=3, classes=1000)
     return mb.Config(
         model=model,

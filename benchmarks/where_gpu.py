@@ -1,11 +1,12 @@
 """Where a step's time goes on one GPU: its kernels by what they take, ours beside the rival's.
 
     python benchmarks/where_gpu.py [CASE ...] [--span N] [--muon] [--no-rival] [--top 25]
+    python benchmarks/where_gpu.py --run [CASE ...]
     python benchmarks/where_gpu.py --pack tiny.arrow [--batch 4096] [--optimizer lars]
 
 Cases are step_gpu.py's. A line is a kernel: milliseconds and launches in a step. `busy` is how much
-of a step some kernel runs, `host` what the host takes for its calls. With a pack of Tiny ImageNet:
-steps of a real run, and what the host did while the GPU had nothing to do.
+of a step some kernel runs, `host` what the host takes for its calls. With --run, or a pack of Tiny
+ImageNet: steps of a real run, and what the host did while the GPU had nothing to do.
 """
 
 import argparse
@@ -94,19 +95,30 @@ class Watch:
         pass
 
 
-def told_of_a_run(pack, batch, optimizer, top):
+def from_a_pack(pack, batch, optimizer):
     config = mb.recipes.tiny30(batch)
     if optimizer:
         config = ARMS[optimizer].change(config)
-    data = replace(config.data, path=pack)
-    config = replace(config, data=data, eval_every=0).resized(epochs=(FIRST + 10) * batch / 1e5)
+    return replace(config, data=replace(config.data, path=pack)), 100_000
+
+
+def synthetic(config):
+    images = 8 * config.batch
+    data = replace(config.data, images=images, val_share=0.01)
+    return replace(config, data=data, lr=replace(config.lr, warmup=0.0)), images
+
+
+def told_of_a_run(config, images, top):
+    epochs = (FIRST + 10) * config.batch / images
+    config = replace(config, eval_every=0).resized(epochs=epochs)
     watch = Watch()
     mb.train(config, quiet=True, loggers=[watch])
     events = watch.profile.events()
     kernels = [event for event in events if on_device(event)]
     runs = merged(kernels)
     took = (runs[-1][1] - runs[0][0]) / 1e3 / STEPS
-    print(f"\n{config.optimizer.name} at {batch}: {took:.2f} ms a step, busy {busy(kernels):.2f}")
+    name = f"{config.model} with {config.optimizer.name} at {config.batch}"
+    print(f"\n{name}: {took:.2f} ms a step, busy {busy(kernels):.2f}")
     list_kernels(kernels, top)
     gaps = [(one[1], other[0]) for one, other in pairwise(runs) if other[0] - one[1] > 50]
     print(f"gaps of more than 0.05 ms: {sum(e - b for b, e in gaps) / 1e3 / STEPS:.2f} ms a step")
@@ -131,12 +143,14 @@ def main():
     flags.add_argument("--muon", action="store_true")
     flags.add_argument("--no-rival", action="store_true")
     flags.add_argument("--top", type=int, default=25)
-    flags.add_argument("--pack", help="Tiny ImageNet's: steps of a real run instead")
+    flags.add_argument("--run", action="store_true", help="steps of a real run instead")
+    flags.add_argument("--pack", help="Tiny ImageNet's, for such a run")
     flags.add_argument("--batch", type=int, default=4096)
     flags.add_argument("--optimizer", help="an arm of the study's, lars or sgd")
     arguments = flags.parse_args()
     if arguments.pack:
-        told_of_a_run(arguments.pack, arguments.batch, arguments.optimizer, arguments.top)
+        chosen = from_a_pack(arguments.pack, arguments.batch, arguments.optimizer)
+        told_of_a_run(*chosen, arguments.top)
         return
     torch.backends.cudnn.benchmark = True
     for case in arguments.cases:
@@ -146,6 +160,9 @@ def main():
         if arguments.muon:
             muon = replace(chosen.optimizer, name="muon", form="paper", eps=0.0)
             chosen = replace(chosen, optimizer=muon)
+        if arguments.run:
+            told_of_a_run(*synthetic(chosen), arguments.top)
+            continue
         with one_worker(chosen, GPU) as step:
             told(f"ours {case}", batch, step, arguments.top)
         torch.cuda.empty_cache()
