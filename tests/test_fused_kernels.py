@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import max_pool2d
 
 from megabatch.batchnorm import normalise as normalise_plain
+from megabatch.data.source import InMemory, InWords
 from megabatch.optim.lars_step import Settings
 from megabatch.optim.lars_step import update as update_plain
 from megabatch.sync.control import counts as counted
@@ -354,13 +355,19 @@ def test_loss(dtype, smoothing, classes, device):
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("flip", [False, True])
-def test_bytes_become_the_numbers_of_the_plain_twin(channels, flip, device):
-    """Of images in several blocks each, the last one not full."""
+@pytest.mark.parametrize("in_words", [False, True])
+def test_bytes_become_the_numbers_of_the_plain_twin(channels, flip, in_words, device):
+    """Of images in several blocks each, the last one not full; `in_words`: bytes lie between
+    them."""
     from megabatch.kernels.numbers import numbers_of
 
     torch.manual_seed(0)
     images = torch.randint(256, (5, channels, 31, 73), dtype=torch.uint8, device=device)
     images = images.contiguous(memory_format=torch.channels_last)
+    if in_words:
+        source = InMemory(images, torch.arange(5), classes=5)
+        images, _ = InWords(source, images.device).read(torch.arange(5), None)
+        assert images.stride(0) % 8 == 0 and images.stride(0) > images[0].numel()
     mirrored = torch.tensor([True, False, True, True, False], device=device) if flip else None
     offset, scale = (torch.rand(channels, device=device) * 100 + 1 for _ in range(2))
     wanted = images

@@ -23,7 +23,7 @@ from megabatch.data.opening import open_sources, staged
 from megabatch.data.origins import open_origin
 from megabatch.data.packs.making import pack
 from megabatch.data.packs.reading import Pack
-from megabatch.data.source import InMemory
+from megabatch.data.source import InMemory, InWords
 from megabatch.errors import UserError
 
 PHOTOS = Data(size=12, channels=3, crop_area=(0.2, 1.0), flip=True, threads=2)
@@ -177,6 +177,18 @@ def test_resident_images_come_in_any_portions(packs, images_at_once, monkeypatch
     monkeypatch.setattr("megabatch.data.resident._SLAB_BYTES", images_at_once * 20 * 20 * 3)
     monkeypatch.setattr("megabatch.data.resident._RUN", 2)
     assert torch.equal(read(packs / "raw.arrow", resident="always")[0], whole)
+
+
+@pytest.mark.parametrize("shape", [(9, 3, 5, 5), (9, 1, 8, 8), (9, 3, 7, 4), (0, 3, 5, 5)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+def test_images_in_words_are_the_same_images(shape, dtype):
+    source = InMemory(torch.rand(shape).mul(255).to(dtype), torch.arange(shape[0]), 10)
+    words = InWords(source, torch.device("cpu"))
+    indices = torch.randperm(shape[0])[:4]
+    for found, wanted in zip(words.read(indices, None), source.read(indices, None), strict=True):
+        assert torch.equal(found, wanted)
+    assert words.read(indices, None)[0][:1].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(words.images, source.images) and len(words) == len(source)
 
 
 def test_what_cannot_be_resident_says_why(packs, tmp_path):

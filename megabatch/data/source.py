@@ -8,6 +8,7 @@ sources that need no decoding: images in memory, and anyone's own data set.
 from __future__ import annotations
 
 import contextlib
+import math
 import numbers
 import pickle
 import random
@@ -28,6 +29,7 @@ from megabatch.keyed import Purpose, keyed, shuffled
 
 _MOST_ON_DEVICE = 8 << 30
 """bytes of images in memory that a GPU takes"""
+_WORD = torch.int64
 
 Writer = Callable[[int, Buffer], None]
 """position of the first image, a buffer -> as many images as the buffer has rows are in it"""
@@ -107,9 +109,33 @@ class InMemory(Source):
     def on(self, device: torch.device) -> Source:
         if device.type != "cuda" or self.images.nbytes > _MOST_ON_DEVICE:
             return self
-        # As batches will want them: a gathered one keeps the layout.
-        images = self.images.to(device, memory_format=torch.channels_last)
-        return InMemory(images, self.labels.to(device), self.classes, self.class_names)
+        return InWords(self, device)
+
+
+class InWords(InMemory):
+    """The same in a device's memory, channels last as batches want them, each image a whole number
+    of words long. They are gathered by words: torch takes one number after the other, and of bytes
+    there are eight times as many (AlexNet's 1,024 images: 0.68 ms of a step of 24)."""
+
+    def __init__(self, source: InMemory, device: torch.device) -> None:
+        count, channels, *size = source.images.shape
+        self._one = (*size, channels)
+        self._numbers = math.prod(self._one)
+        in_a_word = _WORD.itemsize // source.images.itemsize
+        length = -(-self._numbers // in_a_word) * in_a_word
+        self._rows = source.images.new_empty((count, length), device=device)
+        images = self._images_in(self._rows)
+        images.copy_(source.images)
+        labels = source.labels.to(device)
+        super().__init__(images, labels, source.classes, source.class_names)
+
+    def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+        indices = _sent(indices, self._rows.device)
+        rows = self._rows.view(_WORD)[indices].view(self._rows.dtype)
+        return self._images_in(rows), self.labels[indices]
+
+    def _images_in(self, rows: Tensor) -> Tensor:
+        return rows[:, : self._numbers].view(-1, *self._one).permute(0, 3, 1, 2)
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
