@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-def settings(model, size, batch, micro, span, precision, half_weights, opened=False):
+def settings(model, size, batch, micro, span, precision, half_weights):
     data = mb.Data("synthetic", size=size, channels=3, classes=1000)
     return mb.Config(
         model=model,
@@ -42,7 +42,6 @@ def settings(model, size, batch, micro, span, precision, half_weights, opened=Fa
         precision=precision,
         half_weights=half_weights,
         label_smoothing=0.1,
-        zero_gamma=not opened,
         data=data,
     ).check()
 
@@ -83,11 +82,6 @@ def main():
     flags.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
     flags.add_argument("--seconds", type=float, default=3.0)
     flags.add_argument("--no-rival", action="store_true")
-    flags.add_argument(
-        "--opened",
-        action="store_true",
-        help="blocks end with gamma 1, so that their gradients are as large as in training",
-    )
     flags.add_argument("--json", type=Path)
     arguments = flags.parse_args()
     torch.backends.cudnn.benchmark = True
@@ -104,9 +98,7 @@ def main():
     for case in arguments.cases:
         model, size, batch, micro, span, precision, half_weights, beside = CASES[case]
         name = f"{model} {size} px {precision} {batch}/{micro}/{span}"
-        chosen = settings(
-            model, size, batch, micro, span, precision, half_weights, arguments.opened
-        )
+        chosen = settings(model, size, batch, micro, span, precision, half_weights)
         with one_worker(chosen, GPU) as step:
             ours = note(f"ours {name}", batch, step)
         torch.cuda.empty_cache()

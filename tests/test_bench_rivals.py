@@ -14,6 +14,7 @@ from megabatch.bench import optim, rivals, step
 from megabatch.bench.steady import noted, unsteady
 from megabatch.cli import main
 from megabatch.config import Config, Data
+from megabatch.models.resnet import residual_blocks
 from megabatch.optim import lars_host
 from megabatch.planner import load
 
@@ -168,3 +169,14 @@ def test_every_convolution_counts_there_and_back(monkeypatch):
     layers = sum(isinstance(layer, nn.Conv2d) for layer in net.modules())
     assert rivals.convolutions_alone(config, CPU, torch.float32, 0.1) == layers
     assert len(done) < layers
+
+
+def test_the_blocks_of_a_bare_step_are_open_as_in_training(monkeypatch):
+    """Closed ones have no gradients behind them, and on a GPU that costs less."""
+    nets, assemble = [], step.assemble
+    monkeypatch.setattr(step, "assemble", lambda *given: nets.append(given[2]) or assemble(*given))
+    with step.one_worker(CONFIG, CPU) as train:
+        train()
+    blocks = residual_blocks(nets[0])
+    assert blocks
+    assert all(block.closing_norm.weight.min() > 0.5 for block in blocks)

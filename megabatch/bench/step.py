@@ -29,6 +29,7 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.loader import MicroBatch
 from megabatch.errors import DONE, UserError
+from megabatch.models.resnet import open_blocks, residual_blocks
 from megabatch.parts import assemble, prepared
 from megabatch.planner.machine_file import check_updatable, update
 from megabatch.planner.peak import share_of_peak
@@ -247,10 +248,14 @@ def one_worker(config: Config, device: torch.device) -> Iterator[Callable[[], No
     with contextlib.ExitStack() as ending:
         ending.enter_context(compute_settings(config, alone))
         net = ending.enter_context(prepared(config, alone, data.classes))
+        if residual_blocks(net):
+            # As training soon opens them: behind a gamma of 0 gradients are 0, behind a small one
+            # fp16's lose their bits, and a chip at its power limit is faster for it (5 % of a step
+            # on an H200).
+            open_blocks(net)
         parts = ending.enter_context(assemble(config, alone, net))
 
         def train() -> None:
-            # At a rate of 0 the blocks would stay closed: half the gradients would be 0.
             train_step(parts, [micro] * count, config.batch, lr=0.01, momentum=0.9)
 
         yield train

@@ -145,11 +145,15 @@ def initialise(net: nn.Module) -> None:
 
 def open_blocks(net: nn.Module) -> None:
     """Let every residual block begin with gamma 1 in its last batch norm too."""
-    blocks = [m for m in net.modules() if isinstance(m, BasicBlock | Bottleneck)]
+    blocks = residual_blocks(net)
     if not blocks:
         raise UserError("the model has no residual blocks: leave --no-zero-gamma away")
     for block in blocks:
         nn.init.ones_(block.closing_norm.weight)
+
+
+def residual_blocks(net: nn.Module) -> list[BasicBlock | Bottleneck]:
+    return [m for m in net.modules() if isinstance(m, BasicBlock | Bottleneck)]
 
 
 def _closing_norm(width: int) -> nn.BatchNorm2d:
