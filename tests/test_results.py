@@ -39,6 +39,18 @@ def test_the_step_on_one_gpu():
         assert f"{row['median_ms']:.1f}" in told, row["case"]
 
 
+def test_the_chip_at_its_power_limit():
+    told = page("docs/performance.md")
+    rows = {row["what"]: row for row in result("gpu/power.json")["rows"]}
+    for row in rows.values():
+        # Halves are rounded up.
+        assert f"| {row['ms']:.1f} | {int(row['median_mhz'] + 0.5):,} |" in told, row["what"]
+    # What the verb takes over its bare step, both with gradients as training has them.
+    for precision, verb in (("bf16", "bf16"), ("fp16", "fp16, dynamic loss scale")):
+        bare = rows[f"bare step, {precision}, open blocks"]["ms"]
+        assert rows[f"megabatch train, {verb}"]["ms"] < 1.03 * bare
+
+
 def test_the_fast_step_beside_the_plain_one():
     told = page("docs/performance.md").replace("\n", " ")
     for way in ("kernels", "plain, compiled"):
