@@ -66,6 +66,12 @@ def row_of(run, beside):
         "last_train_top1": round(statistics.mean(step["top1"] for step in last), 4),
         "finished": bool(found) and found["ended"] == "finished",
     }
+    if not config["zero_gamma"]:
+        row["zero_gamma"] = False
+    if optimizer["nesterov"]:
+        row["nesterov"] = True
+    if config["stages"]:
+        row["stages"] = config["stages"]
     row["largest_loss"] = max(step["loss"] for step in steps)
     lengths = {}
     for line in lines:

@@ -20,8 +20,8 @@ _LAMB_RATE, _LAMB_PER = 0.04, 32768
 _LARS_RATE, _LARS_PER, _LARS_UNADAPTED = 24.0, 4096, 0.1
 """the best on Tiny ImageNet, by the square root of the batch"""
 _MUON_RATE, _MUON_UNADAPTED = 48.0, 0.05
-"""likewise at 4,096 and 8,192, and taken as it is elsewhere; what does not adapt has the rate of
-LARS's"""
+"""for any batch; at 4,096 and 8,192 of those images 72 and 96 end higher, which their recipe has.
+What does not adapt has the rate of LARS's"""
 _TRUST = 0.001
 _NOISE_PASSES = 8
 """of the least batch that follows the noise: with two, the estimate is wild"""
