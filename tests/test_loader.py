@@ -191,6 +191,16 @@ def test_images_in_words_are_the_same_images(shape, dtype):
     assert torch.equal(words.images, source.images) and len(words) == len(source)
 
 
+def test_images_that_lie_on_a_device_are_not_brought_there_again(monkeypatch):
+    """A study brings them there once, and each of its runs asks for them."""
+    # Also where the device is no GPU.
+    monkeypatch.setattr(InMemory, "on", lambda source, device: InWords(source, device))
+    source = InMemory(torch.zeros(9, 3, 5, 5, dtype=torch.uint8), torch.arange(9), 10)
+    placed = source.part(torch.arange(4)).on(torch.device("cpu"))
+    again = placed.on(torch.device("cpu"))
+    assert isinstance(placed._source, InWords) and again._source is placed._source
+
+
 def test_what_cannot_be_resident_says_why(packs, tmp_path):
     with pytest.raises(UserError, match=r"data\.resident is for packs"):
         read(packs / "set", resident="always")

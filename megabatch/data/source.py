@@ -129,6 +129,10 @@ class InWords(InMemory):
         labels = source.labels.to(device)
         super().__init__(images, labels, source.classes, source.class_names)
 
+    def on(self, device: torch.device) -> Source:
+        # A study's runs share them: each of them asks for them on the device.
+        return self if device == self._rows.device else super().on(device)
+
     def read(self, indices: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
         indices = _sent(indices, self._rows.device)
         rows = self._rows.view(_WORD)[indices].view(self._rows.dtype)
