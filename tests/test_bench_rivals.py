@@ -180,3 +180,14 @@ def test_the_blocks_of_a_bare_step_are_open_as_in_training(monkeypatch):
     blocks = residual_blocks(nets[0])
     assert blocks
     assert all(block.closing_norm.weight.min() > 0.5 for block in blocks)
+
+
+@pytest.mark.parametrize("with_torchvision", [False, True])
+def test_the_rivals_blocks_are_open_where_ours_are(with_torchvision, monkeypatch):
+    """Where torchvision is not installed our own net is the rival, with as much to compute."""
+    if not with_torchvision:
+        monkeypatch.setattr(rivals, "find_spec", lambda name: None)
+    data = Data("synthetic", size=32, channels=3, classes=10)
+    net = rivals._net(Config(model="resnet18", batch=2, micro=2, span=2, data=data))
+    norms = [layer for layer in net.modules() if isinstance(layer, nn.BatchNorm2d)]
+    assert norms and all(norm.weight.min() == 1 for norm in norms)

@@ -15,6 +15,7 @@ from megabatch import models
 from megabatch.bench.timing import time_of
 from megabatch.config import Config
 from megabatch.models.alexnet import FoldedConv2d
+from megabatch.models.resnet import open_blocks, residual_blocks
 from megabatch.precision import autocast
 
 
@@ -66,10 +67,19 @@ def _net(config: Config) -> nn.Module:
             made: nn.Module = getattr(torchvision.models, config.model)(num_classes=data.classes)
             return made
     net = models.build(config.model, data.classes, data.channels, data.size)
+    as_in_training(net)
     for layer in net.modules():
         if isinstance(layer, FoldedConv2d):  # which is ours
             layer.fold = False
     return net
+
+
+def as_in_training(net: nn.Module) -> None:
+    """Open the blocks of a net that has some, as training soon does and torchvision's are: behind a
+    gamma of 0 gradients are 0, behind a small one fp16's lose their bits, and a chip at its power
+    limit is faster for it (5 % of a step on an H200)."""
+    if residual_blocks(net):
+        open_blocks(net)
 
 
 def convolutions_alone(

@@ -22,14 +22,18 @@ from torch import nn
 
 from megabatch import models
 from megabatch.bench.describe import describe, imported
-from megabatch.bench.rivals import convolutions_alone, plain_step, random_images
+from megabatch.bench.rivals import (
+    as_in_training,
+    convolutions_alone,
+    plain_step,
+    random_images,
+)
 from megabatch.bench.steady import noted, unsteady
 from megabatch.bench.timing import by_turns, check_seconds, time_of, times_faster
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
 from megabatch.data.loader import MicroBatch
 from megabatch.errors import DONE, UserError
-from megabatch.models.resnet import open_blocks, residual_blocks
 from megabatch.parts import assemble, prepared
 from megabatch.planner.machine_file import check_updatable, update
 from megabatch.planner.peak import share_of_peak
@@ -248,11 +252,7 @@ def one_worker(config: Config, device: torch.device) -> Iterator[Callable[[], No
     with contextlib.ExitStack() as ending:
         ending.enter_context(compute_settings(config, alone))
         net = ending.enter_context(prepared(config, alone, data.classes))
-        if residual_blocks(net):
-            # As training soon opens them: behind a gamma of 0 gradients are 0, behind a small one
-            # fp16's lose their bits, and a chip at its power limit is faster for it (5 % of a step
-            # on an H200).
-            open_blocks(net)
+        as_in_training(net)
         parts = ending.enter_context(assemble(config, alone, net))
 
         def train() -> None:
