@@ -102,6 +102,14 @@ class LARS(Layerwise):
         if group["momentum_correction"] and group["form"] != "paper":
             raise ValueError("momentum_correction is for the paper form alone.")
 
+    def _check_written(self, group: Group, written: set[str]) -> None:
+        # Taken for lr ratio u, SGD's u is a step thousands of times too long.
+        if "dampening" in written and group["form"] == "paper":
+            raise ValueError(
+                "this is the state of SGD, whose momentum has no rate in it as the paper form has: "
+                'make LARS with form="pytorch", which goes on from it.'
+            )
+
     def _update(
         self,
         group: Group,

@@ -59,6 +59,8 @@ class Layerwise(torch.optim.Optimizer):
     """what a group has beside the settings of the constructor"""
     STATE: ClassVar[tuple[str, ...]] = ()
     """what `state` holds of each weight"""
+    SOMETIMES: ClassVar[tuple[str, ...]] = ()
+    """what it holds of some weights beside that"""
     KERNEL: ClassVar[bool] = False
     """whether `fused` may be asked for"""
     rounds_freely = False
@@ -80,11 +82,14 @@ class Layerwise(torch.optim.Optimizer):
         defaults = {**optional, **self.GROUP, **{**before, **state}["defaults"]}
         present = before.get("param_groups") or [{} for _ in state["param_groups"]]
         for group, own in zip(state["param_groups"], present, strict=True):
+            written = set(group)
             for name, value in defaults.items():
                 group.setdefault(name, own.get(name, value))
             self._check(group)
+            if state["state"]:
+                self._check_written(group, written)
         for held in state["state"].values():
-            if held and not set(self.STATE) <= set(held):
+            if held and not set(self.STATE) <= set(held) <= {*self.STATE, *self.SOMETIMES}:
                 raise ValueError(
                     f"this is not the state of {type(self).__name__}, which keeps "
                     f"{' and '.join(self.STATE)} of each weight: it has {', '.join(held)}."
@@ -189,6 +194,10 @@ class Layerwise(torch.optim.Optimizer):
             raise ValueError(f"momentum must lie in [0, 1), got {group['momentum']}.")
         if group.get("nesterov") and group["momentum"] == 0:
             raise ValueError("nesterov needs a momentum above 0.")
+
+    def _check_written(self, group: Group, written: set[str]) -> None:
+        """Refuse the state of a group that another optimiser wrote, told by the settings that it
+        named: what it holds under our names may mean another thing."""
 
     def _update(
         self,

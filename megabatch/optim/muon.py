@@ -51,6 +51,7 @@ class Muon(Layerwise):
     """
 
     STATE = ("momentum_buffer",)
+    SOMETIMES = ("length",)
 
     def __init__(
         self,
@@ -86,6 +87,13 @@ class Muon(Layerwise):
         super()._check(group)
         if not group["trust"] > 0:
             raise ValueError(f"trust must be positive, got {group['trust']}.")
+
+    def _check_written(self, group: Group, written: set[str]) -> None:
+        if "form" in written:
+            raise ValueError(
+                "this is the state of LARS, whose momentum has its ratios in it: beside Muon's "
+                "gradients it would be nothing."
+            )
 
     def _update(
         self,
