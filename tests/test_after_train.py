@@ -426,6 +426,47 @@ def test_a_callers_autocast_is_not_the_runs():
     assert second.weights_sha256 == first.weights_sha256
 
 
+def _rounds_all():
+    torch.set_float32_matmul_precision("medium")  # as Lightning advises
+
+
+def _rounds_on_a_cpu():
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+
+
+@pytest.fixture
+def products_as_they_were():
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for place in (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv):
+        place.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("rounds", [_rounds_all, _rounds_on_a_cpu])
+def test_a_callers_rounded_products_are_not_a_deterministic_runs(rounds, products_as_they_were):
+    seen = []
+
+    class Looks(nn.Linear):
+        def forward(self, x):
+            seen.append(_products())
+            return super().forward(x)
+
+    def _products():
+        mkldnn = torch.backends.mkldnn
+        return mkldnn.matmul.fp32_precision, mkldnn.conv.fp32_precision
+
+    config = replace(CONFIG, deterministic=True)
+    rounds()
+    before = _products()
+    assert "bf16" in before
+    mb.train(config, model=nn.Sequential(nn.Flatten(), Looks(64, 10)), quiet=True)
+    assert set(seen) == {("ieee", "ieee")}
+    assert _products() == before
+    if rounds is _rounds_all:
+        assert torch.get_float32_matmul_precision() == "medium"
+
+
 class Halves(nn.Module):
     """Looks whether autocast computes with the weights as they are now."""
 

@@ -19,11 +19,12 @@ _mine = threading.RLock()
 
 @contextlib.contextmanager
 def compute_settings(config: Config, cluster: Cluster) -> Iterator[None]:
-    """One thread and fixed kernels for a deterministic run, otherwise a fair share of the cores, or
-    what OMP_NUM_THREADS says, and the fastest kernels; torch's generators are the run's too, and
-    its precision is the config's, inside a caller's autocast as well. Tensors are made on the CPU
-    where nothing else is said, whatever device a caller has made the default. Afterwards all is as
-    it was. All of this is the process's, so that only one thread has it at a time."""
+    """For a deterministic run one thread, fixed kernels and whole products, otherwise a fair share
+    of the cores, or what OMP_NUM_THREADS says, and the fastest kernels; torch's generators are the
+    run's too, and its precision is the config's, inside a caller's autocast as well. Tensors are
+    made on the CPU where nothing else is said, whatever device a caller has made the default.
+    Afterwards all is as it was. All of this is the process's, so that only one thread has it at a
+    time."""
     if not _mine.acquire(blocking=False):
         raise UserError(
             "another thread of this process trains or evaluates, and torch's generators and "
@@ -58,6 +59,7 @@ def _set(config: Config, cluster: Cluster) -> Iterator[None]:
             torch.inference_mode(False),
             torch.enable_grad(),
             _outside_autocast(cluster.device.type),
+            _whole_products() if config.deterministic else contextlib.nullcontext(),
             made_on_cpu(),
         ):
             yield
@@ -86,6 +88,28 @@ def _outside_autocast(device_type: str) -> Iterator[None]:
         torch.set_autocast_enabled(device_type, enabled)
         for _ in range(depth):
             torch.autocast_increment_nesting()
+
+
+@contextlib.contextmanager
+def _whole_products() -> Iterator[None]:
+    """Of fp32 in fp32, as where nobody has said anything: a caller may let torch round them to bf16
+    or tf32, by one name for all devices or by one for each."""
+    settings: Any = torch.backends
+    places = [settings.mkldnn.matmul, settings.mkldnn.conv, settings.cuda.matmul]
+    before = [place.fp32_precision for place in places]
+    try:
+        by_one_name = torch.get_float32_matmul_precision()
+    except RuntimeError:  # devices that differ have none
+        by_one_name = None
+    torch.set_float32_matmul_precision("highest")
+    settings.mkldnn.conv.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        if by_one_name is not None:
+            torch.set_float32_matmul_precision(by_one_name)
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
 
 
 def made_on_cpu() -> contextlib.AbstractContextManager[Any]:
