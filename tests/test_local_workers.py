@@ -139,7 +139,7 @@ def test_workers_end_with_the_process_that_started_them(stopped, tmp_path, short
         workers = pids(tmp_path, 3)
         servers = children(parent.pid)  # the one that workers are forked from is among them
         assert servers
-        parent.send_signal(signal.SIGSTOP)  # it would continue its servers
+        stand_still([parent.pid])  # it would continue its servers
         stand_still({"a worker": workers[:1], "all": [*workers, *servers]}[stopped])
         parent.kill()
     assert gone([*workers, *servers])
@@ -171,7 +171,8 @@ def test_a_server_that_was_stopped_is_made_to_go_on():
 
 
 def stopping_the_server():
-    stand_still([os.getppid()])
+    # Not until it stands still: whoever makes it go on may be quicker than a look at it.
+    os.kill(os.getppid(), signal.SIGSTOP)
     return os.getppid()
 
 
