@@ -281,7 +281,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_a_diagnosis(tmp_path):
     with pytest.raises(RunFailed, match="no finite loss") as failed:
         train(config, data=(bad, bad[:16]), out=out, quiet=True)
     words = str(failed.value)
-    assert "last good checkpoint" in words
+    assert "last good checkpoint" in words and "--loss-scale" not in words
     assert "\n" not in words
     record = json.loads((out / "diagnosis.json").read_text())
     first, last = record["positions"]
@@ -289,6 +289,12 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_a_diagnosis(tmp_path):
     assert first <= micro < last
     assert 77 in shuffled(config.seed, torch.arange(micro, micro + config.micro), 320).tolist()
     assert record["weight_norms"]["conv1.weight"] > 0
+
+
+def test_gradients_that_a_fixed_loss_scale_takes_out_of_range_are_told_of_it():
+    config = replace(CONFIG, epochs=3, stages=(), precision="fp16", loss_scale=1e9)
+    with pytest.raises(RunFailed, match=r"no finite gradient.*lower --loss-scale, which is 1e\+09"):
+        train(config, quiet=True)
 
 
 def diverge(config, out):

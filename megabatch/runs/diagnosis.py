@@ -48,6 +48,8 @@ def diagnosis(
     largest = sorted(norms, key=lambda name: -norms[name])[:3]
     where = f"at positions {positions[:5]}" if positions else "in the gradient, not in the loss"
     saved = checkpoint.newest(folder.path / "checkpoints") if folder.path else None
+    # A dynamic scale is at its least before a run ends by it; a fixed one may be the whole cause.
+    scaled = not positions and numbers.loss_scale > 1
     return RunFailed(
         f"step {step.index} (epoch {step.epoch:.2f}) has no finite "
         f"{'loss' if positions else 'gradient'}: loss {numbers.loss}, "
@@ -56,6 +58,7 @@ def diagnosis(
         + ", ".join(f"{name} |w| {norms[name]:.3g}" for name in largest)
         + "; "
         + (f"last good checkpoint: {saved}; " if saved else "")
+        + (f"lower --loss-scale, which is {numbers.loss_scale:g}, " if scaled else "")
         + "lower the rate, lengthen the warm-up or check those images"
     )
 
