@@ -64,6 +64,19 @@ def test_halfway_in_doublings_is_halfway_in_rate():
     assert found.epochs == pytest.approx((58 + 70.82) / 2)
 
 
+@pytest.mark.parametrize("rows", [SHORT, LONG])
+def test_the_rate_of_what_does_not_adapt_goes_from_row_to_row(rows):
+    """It is given as a share of a rate that moves too: with the nearest row's share it would jump,
+    and rise above both rows between two that have the same."""
+    below, above = rows[-2:]
+    assert below.optimizer == above.optimizer
+    path = [row_at(rows, below.batch * 2 ** (i / 16)) for i in range(17)]
+    made = [row.rate * row.unadapted_rate for row in path]
+    even = [made[0] + i / 16 * (made[-1] - made[0]) for i in range(17)]
+    assert path[0] == below and path[-1] == above
+    assert made == pytest.approx(even)
+
+
 def test_between_sgd_and_lars_there_is_nothing_to_interpolate():
     below, above = LONG[0], LONG[1]
     assert (below.optimizer, above.optimizer) == ("sgd", "lars")
