@@ -269,6 +269,36 @@ def test_arms_one_by_one():
     assert ways == sorted(ways, reverse=True)
 
 
+def test_a_batch_that_follows_its_noise():
+    told = " ".join(page("results/study/README.md").split())
+    fixed, follows = result("study/noise/study.json")["rows"]
+    assert f"({fixed['top1']:.2f} ± {fixed['top1_half']:.2f} over three seeds)" in told
+    assert f"{follows['top1']:.2f} %, one seed, in {follows['steps']:,.0f} steps, " in told
+    assert f"{follows['to_recipe']:.2f} points above a fixed batch" in told
+
+
+def test_when_the_noise_passes_a_batch():
+    """Whole epochs, of the seed in which it comes first."""
+    told = " ".join(page("results/study/README.md").split())
+    small, above = [], []
+    for batch in (4096, 8192):
+        seeds = []
+        for seed in range(3):
+            file = ROOT / f"results/study/tiny30/{batch}-s{seed}/metrics.jsonl"
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            seen = [(s["epoch"], s["noise_scale"]) for s in lines if s["kind"] == "train"]
+            late = [(epoch, scale) for epoch, scale in seen if epoch > 9]
+            assert min(scale for _, scale in seen) < 250
+            below = max(epoch for epoch, scale in late if scale <= batch)
+            seeds.append(
+                (next(e for e, s in late if s > 1000), min(e for e, _ in late if e > below))
+            )
+        small.append(int(min(first for first, _ in seeds)))
+        above.append(int(min(last for _, last in seeds)))
+    assert f"below 1,000 until epoch {small[0]} at 4,096 and {small[1]} at 8,192" in told
+    assert f"above the batch itself only from epoch {above[0]} and {above[1]} on" in told
+
+
 def test_where_a_large_batch_nearly_loses_its_way():
     """Over 90 epochs the loss rises above chance's while the rate does, from 8,192 on; over 30,
     with a slower last layer and a longer warm-up, nowhere."""
