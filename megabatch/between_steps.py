@@ -26,7 +26,7 @@ from megabatch.runs.diagnosis import diagnosis, divergence
 from megabatch.runs.folder import RunFolder, State
 from megabatch.runs.loggers import Log
 from megabatch.runs.memory import Memory
-from megabatch.runs.verdict import Clock, Effort, Facts
+from megabatch.runs.verdict import Clock, Effort, Facts, no_number
 from megabatch.step import DelayedNumbers, StepResult, score
 from megabatch.sync.control import StepNumbers
 from megabatch.sync.replicas import Comparison, Replicas, checksum
@@ -260,6 +260,8 @@ class Run:
         state, parts, folder, cluster = self.state, self.parts, self.folder, self.cluster
         parts.check_settled()
         self.log.last_verdict()
+        if state.evaluated_at == state.seen and (words := no_number(state.evaluation["loss"])):
+            self.log.say(words)
         self._save(self.replicas.compare(state.steps, parts.replicated()))
         self._read_comparison()
         folder.wait()

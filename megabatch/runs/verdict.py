@@ -325,6 +325,16 @@ def bold_rate(peak: float, optimizer: OptimizerConfig) -> str | None:
     )
 
 
+def no_number(loss: float) -> str | None:
+    """A warning where a run's last evaluation has no finite loss, which its steps may have had."""
+    if math.isfinite(loss):
+        return None
+    return (
+        f"warning: the last evaluation has no finite loss ({loss}): what the net puts out for some "
+        f"images, or for all, is no number; lower --lr.reference, or lengthen --lr.warmup"
+    )
+
+
 class Clock:
     """Collects the waits of an epoch, and how long a run has taken: `before` seconds already, when
     it is resumed, `trained` of them in training. `now` is a clock in seconds, for tests another
