@@ -68,6 +68,8 @@ def row_of(run, beside):
     }
     if not config["zero_gamma"]:
         row["zero_gamma"] = False
+    if optimizer["momentum"] != 0.9:
+        row["momentum"] = optimizer["momentum"]
     if optimizer["nesterov"]:
         row["nesterov"] = True
     if config["stages"]:
