@@ -57,7 +57,9 @@ test: lint kernels
 # What needs root, namespaces, browsers or schedulers, or takes long.
 test-systems: install kernels
 	scripts/install-systems.sh
-	$(BIN)/pytest -m systems
+	@# Those of tests/systems have the machine's hosts, ports and cores to themselves; the others take long.
+	$(BIN)/pytest -m systems tests/systems
+	$(BIN)/pytest -n 2 --dist worksteal -m systems --ignore tests/systems
 
 # The second half wants root (network namespaces) and a machine with nothing else to do.
 bench: install
