@@ -1,5 +1,6 @@
 """Loggers watch a run and cannot change it; ours are TensorBoard's, JSON lines and MLPerf's."""
 
+import importlib
 import json
 import math
 import re
@@ -13,6 +14,7 @@ import pytest
 import torch
 from test_train import CONFIG
 
+from megabatch.cli import main
 from megabatch.errors import RunFailed, UserError
 from megabatch.models.small import SmallResNet, small
 from megabatch.runs.listening import Logger, TensorBoard
@@ -129,6 +131,20 @@ def test_a_last_evaluation_without_a_finite_loss_is_told(capsys):
     lines = capsys.readouterr().err.split("\n")
     told = [at for at, line in enumerate(lines) if "no finite loss (nan)" in line]
     assert len(told) == 1 and "lower --lr.reference" in " ".join(lines[told[0] : told[0] + 4])
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate"])
+def test_what_is_no_number_is_null_on_standard_output(
+    verb, finished, tmp_path, monkeypatch, capsys
+):
+    """As in summary.json: JSON has no word for it."""
+    found = {**json.loads((finished / "summary.json").read_text()), "loss": math.nan}
+    module = importlib.import_module(f"megabatch.verbs.{verb}")
+    monkeypatch.setattr(module, "on_workers", lambda *given, **more: (True, found))
+    given = [str(finished)] if verb == "evaluate" else ["digits", "--out", str(tmp_path / "run")]
+    assert main([verb, *given, "--json"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "NaN" not in last and json.loads(last)["loss"] is None
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,32 @@ def test_arms_one_by_one():
     assert ways == sorted(ways, reverse=True)
 
 
+def test_held_against_the_same_optimizer():
+    """Muon at 256, tuned as the larger batches are: what pages say that they lose to it."""
+    rows = result("study/search.json")["rows"]
+    (small,) = [100 * row["top1"] for row in rows if row["run"] == "muon256/256-s0"]
+    tried = {
+        row["rate"]: row["top1"]
+        for row in rows
+        if (row["batch"], row.get("optimizer"), row.get("epochs")) == (256, "muon", 30)
+        and row["judged_by"] == "held-out training images"
+        and row["finished"]
+    }
+    assert sorted(tried) == [6.0, 12.0, 24.0, 48.0] and max(tried, key=tried.__getitem__) == 24.0
+    means = {
+        row["batch"]: row["top1"]
+        for row in result("study/tiny30/study.json")["rows"]
+        if row["arm"] == "recipe"
+    }
+    lost = [f"{small - means[batch]:.1f}" for batch in (4096, 8192)]
+    for name in ("results/study/README.md", "docs/study.md", "docs/cards/batch-rule.md"):
+        told = " ".join(page(name).split())
+        assert f"4,096 loses {lost[0]} " in told and f"8,192 {lost[1]}" in told, name
+    assert f"ends {small - means[256]:.2f} above SGD" in " ".join(page("docs/study.md").split())
+    for name in ("README.md", "docs/cards/muon.md", "results/study/README.md"):
+        assert f"{small:.1f} %" in page(name), name
+
+
 def test_a_batch_that_follows_its_noise():
     told = " ".join(page("results/study/README.md").split())
     fixed, follows = result("study/noise/study.json")["rows"]

@@ -31,6 +31,7 @@ from megabatch.runs.alive import mark
 from megabatch.runs.background import Background
 from megabatch.runs.begun import check_place
 from megabatch.runs.checkpoint import Saved, Snapshot
+from megabatch.runs.listening import finite
 from megabatch.runs.loggers import drop_after, environment
 from megabatch.sync.control import StepNumbers
 from megabatch.sync.replicas import Comparison
@@ -344,13 +345,8 @@ def _named_owner(place: Path) -> str:
 
 
 def _write_json(path: Path, record: dict[str, Any] | list[str]) -> None:
-    """JSON has no word for infinities and nan."""
-    if isinstance(record, dict):
-        record = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
-    write_whole(path, (json.dumps(record, indent=2) + "\n").encode())
+    known = finite(record) if isinstance(record, dict) else record
+    write_whole(path, (json.dumps(known, indent=2) + "\n").encode())
 
 
 def _launch() -> Any:

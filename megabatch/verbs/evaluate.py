@@ -14,6 +14,7 @@ from megabatch.config import Config
 from megabatch.data.paths import check_named, moved
 from megabatch.errors import DONE, UserError
 from megabatch.runs.begun import check_brought, check_run
+from megabatch.runs.listening import finite
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.workers import on_workers
 from megabatch.verbs.writing import say_result
@@ -60,7 +61,7 @@ def run(arguments: list[str]) -> int:
             f"after {result['seen']:,} images of training"
         )
         if flags.json:
-            print(json.dumps(result), flush=True)
+            print(json.dumps(finite(result)), flush=True)
     return DONE
 
 

@@ -18,6 +18,7 @@ from megabatch.config import Config
 from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
 from megabatch.errors import DONE, STOPPED, UserError
+from megabatch.runs.listening import finite
 from megabatch.runs.record import is_run
 from megabatch.verbs.before import (
     check_beginnings,
@@ -114,7 +115,7 @@ def run(arguments: list[str]) -> int:
     if first:
         _say(summary)
         if launch.json:
-            print(json.dumps(summary), flush=True)
+            print(json.dumps(finite(summary)), flush=True)
     return STOPPED if summary["ended"] == "stopped" else DONE
 
 
