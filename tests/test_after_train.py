@@ -435,15 +435,26 @@ def _rounds_on_a_cpu():
     torch.backends.mkldnn.conv.fp32_precision = "bf16"
 
 
+def _rounds_nothing_on_a_gpu():
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def _rounds_some_on_a_gpu():
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+
+
 @pytest.fixture
 def products_as_they_were():
     yield
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
     for place in (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv):
         place.fp32_precision = "none"
 
 
-@pytest.mark.parametrize("rounds", [_rounds_all, _rounds_on_a_cpu])
+@pytest.mark.parametrize(
+    "rounds", [_rounds_all, _rounds_on_a_cpu, _rounds_nothing_on_a_gpu, _rounds_some_on_a_gpu]
+)
 def test_a_callers_rounded_products_are_not_a_deterministic_runs(rounds, products_as_they_were):
     seen = []
 
@@ -453,18 +464,22 @@ def test_a_callers_rounded_products_are_not_a_deterministic_runs(rounds, product
             return super().forward(x)
 
     def _products():
-        mkldnn = torch.backends.mkldnn
-        return mkldnn.matmul.fp32_precision, mkldnn.conv.fp32_precision
+        on_cpu, on_gpu = torch.backends.mkldnn, torch.backends.cudnn
+        places = on_cpu.matmul, on_cpu.conv, on_gpu.conv, on_gpu.rnn
+        return tuple(place.fp32_precision for place in places)
 
     config = replace(CONFIG, deterministic=True)
+    fresh = _products()
     rounds()
     before = _products()
-    assert "bf16" in before
+    assert before != fresh
     mb.train(config, model=nn.Sequential(nn.Flatten(), Looks(64, 10)), quiet=True)
-    assert set(seen) == {("ieee", "ieee")}
+    assert set(seen) == {("ieee", "ieee", "tf32", "tf32")}
     assert _products() == before
     if rounds is _rounds_all:
         assert torch.get_float32_matmul_precision() == "medium"
+    if rounds is _rounds_nothing_on_a_gpu:
+        assert torch.backends.cudnn.allow_tf32 is False
 
 
 class Halves(nn.Module):

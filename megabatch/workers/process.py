@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.errors import UserError
+
+T = TypeVar("T")
 
 _mine = threading.RLock()
 
@@ -92,24 +94,36 @@ def _outside_autocast(device_type: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole_products() -> Iterator[None]:
-    """Of fp32 in fp32, as where nobody has said anything: a caller may let torch round them to bf16
-    or tf32, by one name for all devices or by one for each."""
+    """fp32 is multiplied as where nobody has said anything: whole, but for a GPU's convolutions in
+    tf32. A caller may have said otherwise, by one name for all devices or by one for each."""
     settings: Any = torch.backends
-    places = [settings.mkldnn.matmul, settings.mkldnn.conv, settings.cuda.matmul]
+    places = [
+        settings.mkldnn.matmul, settings.mkldnn.conv, settings.cuda.matmul,
+        settings.cudnn.conv, settings.cudnn.rnn,
+    ]  # fmt: skip
     before = [place.fp32_precision for place in places]
-    try:
-        by_one_name = torch.get_float32_matmul_precision()
-    except RuntimeError:  # devices that differ have none
-        by_one_name = None
+    by_one_name = _if_one(torch.get_float32_matmul_precision)
+    of_cudnn = _if_one(lambda: settings.cudnn.allow_tf32)
     torch.set_float32_matmul_precision("highest")
     settings.mkldnn.conv.fp32_precision = "ieee"
+    settings.cudnn.allow_tf32 = True
     try:
         yield
     finally:
         if by_one_name is not None:
             torch.set_float32_matmul_precision(by_one_name)
+        if of_cudnn is not None:
+            settings.cudnn.allow_tf32 = of_cudnn
         for place, precision in zip(places, before, strict=True):
             place.fp32_precision = precision
+
+
+def _if_one(ask: Callable[[], T]) -> T | None:
+    """What one name says; nothing where its parts were set apart."""
+    try:
+        return ask()
+    except RuntimeError:
+        return None
 
 
 def made_on_cpu() -> contextlib.AbstractContextManager[Any]:
