@@ -288,6 +288,7 @@ class Answers(WithDropout):
         (lambda logits: {"logits": logits}, "gives a dict for 16 images"),
         (lambda logits: logits.argmax(1), r"gives \(16,\) for 16 images"),
         (lambda logits: logits[:8], r"gives \(8, 10\) for 16 images"),
+        (lambda logits: logits.detach(), "logits do not depend on a parameter that trains"),
     ],
 )
 def test_a_net_that_gives_no_logits_is_named(answer, words):

@@ -194,6 +194,11 @@ class PlainPass:
         config = self._config
         with autocast(config, self._device):
             logits = logits_of(self._net(images), labels, self._classes).to(full_dtype(config))
+        if not logits.requires_grad:
+            raise UserError(
+                "the model's logits do not depend on a parameter that trains: its forward detaches "
+                "them, runs under torch.no_grad, or passes what is frozen alone"
+            )
         loss, counted = _loss_and_counts(logits, labels, config.label_smoothing)
         return Found(loss, counted, self._moving.statistics(counted))
 
