@@ -389,6 +389,7 @@ def test_a_run_of_adam_goes_on_as_lamb():
         (MAKERS["paper"], torch.optim.Adam, "not the state of LARS, which keeps momentum_buffer"),
         (MAKERS["lamb"], torch.optim.RMSprop, "not the state of LAMB, which keeps step and exp"),
         (MAKERS["paper"], partial(torch.optim.SGD, momentum=0.9), 'the state of SGD.* form="pyto'),
+        (MAKERS["sgd"], partial(torch.optim.SGD, momentum=0.9, dampening=0.5), "dampening of 0.5"),
         (MAKERS["paper"], partial(torch.optim.RMSprop, momentum=0.9), "not the state of LARS"),
         (MAKERS["paper"], Muon, "not the state of LARS.* has momentum_buffer, length"),
         (MAKERS["muon"], LARS, "the state of LARS, whose momentum has its ratios in it"),
