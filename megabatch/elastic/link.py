@@ -67,9 +67,9 @@ class Link:
         self.all_or_none = False
         """the state of this worker cannot be trusted after a loss: it ends, to begin from disk"""
         self.in_worlds = False
+        """its work goes from world to world already"""
         self.grid: tuple[int, int] | None = None
         """that was asked for"""
-        """its work goes from world to world already"""
         self.world: World | None = None
         self._pipe = pipe
         self._sending, self._changed = threading.Lock(), threading.Condition()
