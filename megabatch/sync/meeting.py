@@ -13,10 +13,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-import torch.distributed as dist
-
 from megabatch.cluster import Cluster
 from megabatch.errors import UserError
+from megabatch.workers.rendezvous import within
 
 T = TypeVar("T")
 
@@ -39,10 +38,10 @@ class Meeting:
         self.number = 0
         if cluster.world == 1:
             return
-        store = _within("megabatch", cluster.process_group().get_group_store())
+        store = within("megabatch", cluster.process_group().get_group_store())
         # Counted in the store and not here: a new process group begins anew.
         self.number = store.add(f"made by {cluster.rank}", 1)
-        self.store = _within(f"{self.number}", store)
+        self.store = within(f"{self.number}", store)
         self._arrive(what)
 
     def compare(self, key: str, statement: str) -> None:
@@ -85,7 +84,7 @@ class Meeting:
 
     def keys(self, name: str) -> Any:
         """A store of keys for one part of what was made."""
-        return _within(name, self.store)
+        return within(name, self.store)
 
     def _arrive(self, what: str) -> None:
         """All say what they make, or whoever differs says so to all."""
@@ -127,8 +126,3 @@ class Meeting:
             ) from error
         found: bytes = self.store.get(key)
         return found
-
-
-def _within(name: str, store: Any) -> Any:
-    """A part of a store for keys of our own."""
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
