@@ -215,6 +215,27 @@ def test_who_left_because_of_a_loss_is_not_accused_before_the_supervisor_has_tol
     assert said.startswith(wanted)
 
 
+class Gone:
+    """A store that nobody holds any more."""
+
+    def clone(self):
+        return self
+
+    def set_timeout(self, seconds):
+        pass
+
+    def set(self, key, value):
+        raise ConnectionError("the store is gone")
+
+
+def test_a_heartbeat_that_cannot_begin_is_told_of_no_loss(monkeypatch):
+    link = Told()
+    monkeypatch.setattr(heartbeat, "supervised", lambda: link)
+    with pytest.raises(ConnectionError, match="gone"):
+        Heartbeat(Cluster(0, 2, 0, 2, torch.device("cpu"), (1, 2)), Gone())
+    assert not hasattr(link, "lost")
+
+
 def compared(cluster):
     meeting = Meeting(cluster, "a test")
     meeting.compare("same", "bucket 0 has 8 floats")

@@ -87,12 +87,12 @@ class Heartbeat:
         self._lock = threading.Lock()
         self._over: Stalled | None = None
         self._given_up: Lost | None = None
+        self._pulse()  # first: where the store is gone nothing has begun
+        self._answered = time.monotonic()
         # Under a supervisor the run goes on without a lost worker, and it says which that is.
         self._ending, self._link = contextlib.ExitStack(), supervised()
         if self._link is not None:
             self._ending.enter_context(self._link.telling(self._give_up))
-        self._pulse()
-        self._answered = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
         # A store that a stopped rank holds does not even refuse: another thread sees that.
