@@ -20,7 +20,7 @@ from megabatch.sync.ddp import GradSync
 from megabatch.sync.execute import Pipeline
 from megabatch.sync.heartbeat import Heartbeat
 from megabatch.sync.lanes import Closed
-from megabatch.sync.meeting import Meeting
+from megabatch.sync.meeting import Disagreement, Meeting
 from megabatch.sync.senders import Lane, Planned
 
 RING, BACKEND = through(TORUS, "ring"), through(TORUS, "backend")
@@ -122,6 +122,23 @@ def ten_times(cluster, name):
 @pytest.mark.parametrize("name", MAKERS)
 def test_ten_of_each_leave_nothing_behind(name):
     assert run_ranks(ten_times, 2, name) == [[], []]
+
+
+def lane_of_one(cluster):
+    """Process groups that are left of a lane which the other worker does not make."""
+    before = belongings()["process groups"]
+    with pytest.raises(Disagreement, match="every worker makes the same parts"):
+        if cluster.rank == 0:
+            Lane(cluster)
+        else:
+            cluster.apart().leave()
+            Meeting(cluster, "something else")
+    Lane(cluster).close()  # who fails leaves a group to whoever makes or leaves one later
+    return belongings()["process groups"] - before
+
+
+def test_a_lane_that_cannot_be_made_leaves_nothing():
+    assert run_ranks(lane_of_one, 2) == [0, 0]
 
 
 def closed_too_early(cluster):

@@ -76,7 +76,6 @@ class Lane:
     def __init__(
         self, cluster: Cluster, silent_seconds: float | None = 60, late_seconds: float = 600
     ) -> None:
-        self.cluster = cluster.apart()
         device = cluster.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = None if self._stream else ThreadPoolExecutor(1, "lane")
@@ -84,9 +83,13 @@ class Lane:
         self._at_work: list[Future[None]] = []
         self._steps = 0
         self.heartbeat: Heartbeat | None = None
-        if silent_seconds is not None:
-            keys = Meeting(cluster, "a lane of the backend", late_seconds).keys("heartbeat")
-            self.heartbeat = Heartbeat(cluster, keys, silent_seconds, late_seconds)
+        with contextlib.ExitStack() as failing:
+            self.cluster = cluster.apart()
+            failing.callback(self.cluster.leave)
+            if silent_seconds is not None:
+                keys = Meeting(cluster, "a lane of the backend", late_seconds).keys("heartbeat")
+                self.heartbeat = Heartbeat(cluster, keys, silent_seconds, late_seconds)
+            failing.pop_all()
 
     def send(self, work: Callable[[OnPhase], None], bucket: int) -> None:
         """Work that tells what it is about to do; bucket 0 comes first in each step."""
