@@ -193,14 +193,14 @@ def left_by_another(cluster, supervised):
     heartbeat.supervised = lambda: link
     heartbeat._LEAVING_SECONDS = 10 * PATIENCE_SECONDS  # time to tell
     store = Meeting(cluster, "a test").keys("heartbeat")
-    watching = Heartbeat(cluster, store, silent_seconds=1)
+    watching = Heartbeat(cluster, store, SILENT)
     if cluster.rank == 1:
         watching.close()
         return None
-    reduction, began = Reduction(1), time.monotonic()
+    reduction, began = Reduction(1), watching._count
     watching.expect(reduction)
-    if supervised:  # longer than it takes to accuse somebody
-        until(lambda: time.monotonic() - began > 3)
+    if supervised:  # more looks than it takes to accuse somebody, after half of SILENT
+        until(lambda: watching._count > began + 8, "eight looks at the other")
         assert not reduction.over.is_set()
         link.lost()
     with pytest.raises(RuntimeError) as failed:
