@@ -13,17 +13,17 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
-Node = tuple[int, int]
+TreeNode = tuple[int, int]
 """A node of the tree: the micro-batches [first, last) below it."""
 
 
-def halve(node: Node) -> tuple[Node, Node]:
+def halve(node: TreeNode) -> tuple[TreeNode, TreeNode]:
     first, last = node
     middle = (first + last) // 2
     return (first, middle), (middle, last)
 
 
-def deal(count: int, workers: int) -> list[Node]:
+def deal(count: int, workers: int) -> list[TreeNode]:
     """The interval of `count` micro-batches that each worker works on; lengths differ by at most
     one.
 
@@ -32,7 +32,7 @@ def deal(count: int, workers: int) -> list[Node]:
     empty.
     """
 
-    def cut(first: int, last: int, workers: int) -> list[Node]:
+    def cut(first: int, last: int, workers: int) -> list[TreeNode]:
         if workers % 2 == 0:
             left, right = halve((first, last))
             return cut(*left, workers // 2) + cut(*right, workers // 2)
@@ -43,11 +43,11 @@ def deal(count: int, workers: int) -> list[Node]:
     return cut(0, count, workers)
 
 
-def largest_nodes(count: int, interval: Node) -> list[Node]:
+def largest_nodes(count: int, interval: TreeNode) -> list[TreeNode]:
     """The largest nodes of the tree over [0, count) inside an interval, from left to right."""
     first, last = interval
 
-    def inside(node: Node) -> list[Node]:
+    def inside(node: TreeNode) -> list[TreeNode]:
         if first >= node[1] or last <= node[0] or first >= last:
             return []
         if first <= node[0] and node[1] <= last:
@@ -58,7 +58,7 @@ def largest_nodes(count: int, interval: Node) -> list[Node]:
     return inside((0, count))
 
 
-def folds(node: Node) -> list[int]:
+def folds(node: TreeNode) -> list[int]:
     """For each leaf below a node, in order: how many sums it completes.
 
     Push the leaves on a stack one by one and after each replace the top two, so many times, by
@@ -73,10 +73,10 @@ def folds(node: Node) -> list[int]:
     return counts
 
 
-def tree_sum(count: int, parts: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
+def tree_sum(count: int, parts: Mapping[TreeNode, T], add: Callable[[T, T], T]) -> T:
     """Finish the sum over [0, count) from nodes that cover it."""
 
-    def total(node: Node) -> T:
+    def total(node: TreeNode) -> T:
         if node in parts:
             return parts[node]
         left, right = halve(node)

@@ -13,14 +13,14 @@ from megabatch.runs.progress import (
     Due,
     Lines,
     SmoothSpeed,
-    Standing,
+    StepStanding,
     clock,
     counted,
     counting,
     say,
 )
 
-STANDING = Standing(
+STANDING = StepStanding(
     step=1200, seen=81_920, epoch=3.214, batch=256, loss=2.3456, lr=12.8, images_per_second=2345.6,
     seconds=30, left=1269,
 )  # fmt: skip

@@ -268,14 +268,14 @@ def test_stairs_are_never_cut_off():
     (0.9, 0.90001, None),
 ])  # fmt: skip
 def test_ticks_are_round_and_inside(low, high, ticks):
-    found = axes.Axis(low, high).ticks(4)
+    found = axes.ChartAxis(low, high).ticks(4)
     assert len(found) >= 2 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)
     if ticks is not None:
         assert found == pytest.approx(ticks)
 
 
 def test_ticks_of_powers():
-    assert axes.Axis(0.5, 2e4, True).ticks(5) == [1, 10, 100, 1000, 10000]
+    assert axes.ChartAxis(0.5, 2e4, True).ticks(5) == [1, 10, 100, 1000, 10000]
 
 
 def test_a_line_stops_where_there_is_no_number():

@@ -159,13 +159,38 @@ def test_private_names_stay_at_home():
     } == {}
 
 
-def test_no_two_classes_have_one_name():
-    at: dict[str, list[str]] = {}
-    for module, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                at.setdefault(node.name, []).append(module)
-    assert {name: modules for name, modules in at.items() if len(modules) > 1} == {}
+# Of two rooms' public face each: the groups of parameters, and those of ranks.
+PUBLIC_TYPES = {"Group"}
+
+
+def types_of(path):
+    """Classes, and names that a file gives to types: what each is."""
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.ClassDef(name=name):
+                yield name, f"the class of {path}"
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if is_type_name(name):
+                yield name, ast.unparse(value)
+
+
+def is_type_name(name):
+    return name[0].isupper() and not name.isupper()
+
+
+def test_no_two_types_have_one_name():
+    """But for names of the same type, which several files may spell out."""
+    found: dict[str, set[str]] = {}
+    for path in MODULES.values():
+        for name, what in types_of(path):
+            found.setdefault(name, set()).add(what)
+    several = {name: all_ for name, all_ in found.items() if len(all_) > 1}
+    assert several.keys() == PUBLIC_TYPES, several
+
+
+def test_types_of_one_name_are_found(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text("class A: ...\nBee = tuple[int, int]\nLEAST = 3\nT = TypeVar('T')\n")
+    assert [name for name, _ in types_of(path)] == ["A", "Bee"]
 
 
 def test_there_is_one_training_step():

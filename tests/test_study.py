@@ -42,7 +42,7 @@ from megabatch.study.arms import ARMS
 from megabatch.study.reading import reading
 from megabatch.study.results import read
 from megabatch.study.spread import Mean, difference, mean, quantile
-from megabatch.study.trials import RECIPE, Plan, Trial, state, write_label
+from megabatch.study.trials import RECIPE, StudyPlan, Trial, state, write_label
 from megabatch.verbs.study import read_flags, study_here
 
 # --- intervals ---------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_a_search_runs_without_the_validation_images(tmp_path, monkeypatch):
     real = sweep.open_sources
     monkeypatch.setattr(sweep, "open_sources", lambda *given: (real(*given)[0], Unread()))
     config = replace(mb.recipes.named("digits", epochs=0.2, batch=64), bn_recompute=64)
-    plan = Plan({(RECIPE, 64): config}, range(1), rates=(0.5, 1.0))
+    plan = StudyPlan({(RECIPE, 64): config}, range(1), rates=(0.5, 1.0))
     cluster = mb.Cluster.from_env(device="cpu")
     searching = sweep.Sweep(
         tmp_path,
@@ -420,7 +420,7 @@ def test_runs_share_the_opened_images_and_end_as_they_would_alone(tmp_path, monk
     cluster = mb.Cluster.from_env(device="cpu")
     config = mb.recipes.named("digits", epochs=0.2)
     configs = {(RECIPE, b): replace(config, batch=b, stages=(), micro=16) for b in (32, 64)}
-    plan = Plan(configs, range(2), rates=(1.0,))
+    plan = StudyPlan(configs, range(2), rates=(1.0,))
     assert sweep.study(plan, tmp_path / "study", cluster, print) == "finished"
     assert len(opened) == 1
     alone = mb.train(replace(configs[RECIPE, 64], seed=1), cluster=cluster, quiet=True)
@@ -581,7 +581,7 @@ def test_time_left_is_by_whole_runs_and_counts_what_comes_after_a_search(tmp_pat
     monkeypatch.setattr(sweep, "train", train)
     config = mb.recipes.named("digits", epochs=6)
     configs = {(RECIPE, b): replace(config, batch=b, stages=(), micro=16) for b in (64, 128)}
-    plan = Plan(configs, range(1), rates=(0.5, 1.0))
+    plan = StudyPlan(configs, range(1), rates=(0.5, 1.0))
     cluster = mb.Cluster.from_env(device="cpu")
     assert sweep.study(plan, tmp_path, cluster, said.append) == "finished"
     began = [line for line in said if line.startswith("run ")]
@@ -597,7 +597,7 @@ def test_time_left_is_by_whole_runs_and_counts_what_comes_after_a_search(tmp_pat
 
 
 def test_a_study_that_goes_on_in_another_world_does_not_repeat_itself(tmp_path):
-    plan = Plan(
+    plan = StudyPlan(
         {(RECIPE, 64): mb.recipes.named("digits", epochs=0.2, batch=64)}, range(2), probe=True
     )
     cluster, said, progress = mb.Cluster.from_env(device="cpu"), [], sweep.StudyProgress()
@@ -617,7 +617,7 @@ def test_a_study_says_once_that_a_plan_gives_way(tmp_path):
     torus = replace(config, plan="torus", wire="fp16")
     configs = {(RECIPE, 64): torus, ("x", 64): replace(torus, lr=replace(torus.lr, warmup=0.0))}
     cluster, said = mb.Cluster.from_env(device="cpu"), []
-    sweep.study(Plan(configs, range(2)), tmp_path, cluster, said.append)
+    sweep.study(StudyPlan(configs, range(2)), tmp_path, cluster, said.append)
     told = [line for line in said if "plan" in line]
     assert told == ["plan none: torus in fp16 gives way: one worker has nothing to sum"]
 

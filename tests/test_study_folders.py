@@ -14,7 +14,7 @@ from megabatch.cli import main
 from megabatch.errors import DONE, UserError
 from megabatch.study import sweep
 from megabatch.study.results import read
-from megabatch.study.trials import RECIPE, Plan, Trial, at_rate, state, write_label
+from megabatch.study.trials import RECIPE, StudyPlan, Trial, at_rate, state, write_label
 from megabatch.verbs.before import check_study
 from megabatch.verbs.study import read_flags
 
@@ -124,7 +124,7 @@ def test_a_search_that_was_stopped_chooses_nothing(tmp_path, capfd):
     """The first of three rates is the best of those that were tried, whatever it is worth."""
     study = tmp_path / "study"
     config = read_flags("digits", ["--epochs", "4", "--batches", "64"])[0].configs[RECIPE, 64]
-    plan = Plan({(RECIPE, 64): config}, range(1), rates=(0.5, 1.0))
+    plan = StudyPlan({(RECIPE, 64): config}, range(1), rates=(0.5, 1.0))
     first, begun = plan.search()
     made_up_run(study, 64, 0, 0.4, kind="rate", factor=0.5, config=at_rate(first.config, 2))
     made_up_run(study, 256, 0, 0.4, kind="rate", factor=0.5)

@@ -19,7 +19,7 @@ _STUCK_SECONDS = 300.0
 _EXPECTED = (FAILED, STOPPED, -9)
 
 Say = Callable[[str], None]
-Stop = Callable[[], bool]
+Asked = Callable[[], bool]
 """whether this chaos was asked to end"""
 
 
@@ -38,7 +38,7 @@ def _never() -> bool:
     return False
 
 
-def undisturbed(job: TrainingJob, stop: Stop = _never) -> dict[str, Any]:
+def undisturbed(job: TrainingJob, stop: Asked = _never) -> dict[str, Any]:
     """The summary of a run that nothing happens to."""
     with job:
         job.start(resume=False)
@@ -54,7 +54,7 @@ def disturbed(
     faults: Sequence[tuple[str, Fault]],
     wanted: dict[str, Any],
     say: Say,
-    stop: Stop = _never,
+    stop: Asked = _never,
 ) -> Outcome:
     """One round: the faults, in order, and the end held against that of the whole run."""
     began, outcome, waiting = time.monotonic(), Outcome(False, begun=1), list(faults)
@@ -92,7 +92,7 @@ def disturbed(
     return outcome
 
 
-def _look_again(stop: Stop) -> None:
+def _look_again(stop: Asked) -> None:
     """A moment later; who was asked to end does so here, where the job is known and ends too."""
     if stop():
         raise KeyboardInterrupt

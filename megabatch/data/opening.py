@@ -147,7 +147,7 @@ def _open_origin(
     except PermissionError as error:
         raise UserError(f"{error.filename} cannot be read: check its permissions") from error
     train, val = _parts_of(origin, config.data.val_share)
-    bad: list[Bad] = []
+    bad: list[Unreadable] = []
     if cluster is not None:
         looked_at = torch.cat([train, val]) if training else val
         bad = find_bad(origin, looked_at, config, cluster)
@@ -181,11 +181,11 @@ def _parts_of(origin: Origin, val_share: float) -> tuple[Tensor, Tensor]:
     return hold_out_order(count, val_share)
 
 
-Bad = tuple[int, str]
+Unreadable = tuple[int, str]
 """an image's number in its origin, and why it cannot be read"""
 
 
-def find_bad(origin: Origin, indices: Tensor, config: Config, cluster: Cluster) -> list[Bad]:
+def find_bad(origin: Origin, indices: Tensor, config: Config, cluster: Cluster) -> list[Unreadable]:
     """All unreadable images, the same list on every worker; an error if they are too many.
 
     Each worker looks at its share. A quick look finds files that are missing, empty, cut off or no
@@ -195,7 +195,7 @@ def find_bad(origin: Origin, indices: Tensor, config: Config, cluster: Cluster) 
         return []
     allowed, records = config.data.skip_bad, FromOrigin(origin, Path(config.data.path))
 
-    def look(index: int) -> Bad | None:
+    def look(index: int) -> Unreadable | None:
         if not allowed and origin.seems_whole(index):
             return None
         try:
@@ -218,7 +218,7 @@ def find_bad(origin: Origin, indices: Tensor, config: Config, cluster: Cluster) 
     return bad
 
 
-def _named(origin: Origin, bad: list[Bad]) -> str:
+def _named(origin: Origin, bad: list[Unreadable]) -> str:
     first = ", ".join(f"{origin.name(index)} ({reason})" for index, reason in bad[:_NAMED])
     more = ", ..." if len(bad) > _NAMED else ""
     return f"{len(bad)} unreadable image{'s' if len(bad) > 1 else ''}: {first}{more}"

@@ -45,7 +45,7 @@ STOPPED_SECONDS = 10.0
 """how long one may be stopped: a suspended job's processes do not all go on at once"""
 
 
-Piece = tuple[int, int, int]
+MicroBatchPiece = tuple[int, int, int]
 """from, to, epoch of images that come from other workers (of others 0)"""
 
 
@@ -59,7 +59,7 @@ class PendingMicroBatch:
         slot: int,
         first: int,
         count: int,
-        pieces: list[Piece],
+        pieces: list[MicroBatchPiece],
     ) -> None:
         self._decoders, self.split, self.slot = decoders, split, slot
         self._first, self._count, self._pieces = first, count, pieces
@@ -121,7 +121,7 @@ class SplitReader:
         self.busy_seconds += seconds
         self.core_seconds = (self.core_seconds or 0.0) + core_seconds
 
-    def _pieces(self, first: int, count: int) -> Iterator[Piece]:
+    def _pieces(self, first: int, count: int) -> Iterator[MicroBatchPiece]:
         last = first + count
         spans = [(first, last, 0)] if self.shared is None else self.shared.by_epoch(first, last)
         for low, high, epoch in spans:
@@ -199,7 +199,7 @@ class Decoders:
         return SplitReader(self, number, self._shared if number == TRAINING else None)
 
     def submit(
-        self, split: SplitReader, first: int, count: int, pieces: list[Piece]
+        self, split: SplitReader, first: int, count: int, pieces: list[MicroBatchPiece]
     ) -> PendingMicroBatch:
         # Slots of micro-batches that nobody wants any more come back by themselves.
         while not self.slots.free and any(not batch.wanted for batch in self._batches.values()):

@@ -14,7 +14,7 @@ from typing import Any
 
 from megabatch import kernels
 from megabatch.doctor.child import first_line
-from megabatch.doctor.finding import Finding, State
+from megabatch.doctor.finding import Finding, FindingState
 
 PART = "compiler"
 GET = "apt-get install g++, and python3-dev for the system's own Python"
@@ -27,7 +27,7 @@ def check_compiler(facts: dict[str, Any]) -> Finding:
     if facts["gpus"]:
         return _for_triton()
     cxx = os.environ.get("CXX") or shutil.which("g++")
-    state: State = "limited" if cxx else "missing"
+    state: FindingState = "limited" if cxx else "missing"
     trouble = _trouble(cxx, ".cpp") if cxx else "no C++ compiler"
     if trouble:
         costs = "only --compile always: the net then runs as it is, as it does by default"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["works", "limited", "missing", "stops"]
+FindingState = Literal["works", "limited", "missing", "stops"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Finding:
     works)."""
 
     part: str
-    state: State
+    state: FindingState
     found: str
     costs: str = ""
     remedy: str = ""

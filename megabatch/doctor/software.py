@@ -11,14 +11,14 @@ from typing import Any
 
 from megabatch.doctor import child
 from megabatch.doctor.child import Failed, ask
-from megabatch.doctor.finding import Finding, State
+from megabatch.doctor.finding import Finding, FindingState
 
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 11)
 WHEELS = "https://download.pytorch.org/whl"
-Facts = dict[str, Any]
+TorchFacts = dict[str, Any]
 
 
-def torch_facts() -> Facts:
+def torch_facts() -> TorchFacts:
     """What torch says of itself in a child; "error" where it says nothing."""
     try:
         return {"error": None, **ask(child.describe_torch)}
@@ -37,7 +37,7 @@ def check_python() -> Finding:
     return Finding("Python", "works", found)
 
 
-def check_torch(facts: Facts) -> Finding:
+def check_torch(facts: TorchFacts) -> Finding:
     remedy = f"pip install torch (for the cores alone add --index-url {WHEELS}/cpu)"
     if facts["error"]:
         return Finding("torch", "stops", f"cannot be imported: {facts['error']}", remedy=remedy)
@@ -49,7 +49,7 @@ def check_torch(facts: Facts) -> Finding:
     return Finding("torch", "works", found)
 
 
-def check_cuda(facts: Facts, devices: Path = Path("/dev")) -> Finding:
+def check_cuda(facts: TorchFacts, devices: Path = Path("/dev")) -> Finding:
     gpus = facts["gpus"]
     if bad := [gpu for gpu in gpus if gpu["trouble"]]:
         return Finding(
@@ -79,13 +79,13 @@ def check_cuda(facts: Facts, devices: Path = Path("/dev")) -> Finding:
     )
 
 
-def check_nccl(facts: Facts) -> Finding:
+def check_nccl(facts: TorchFacts) -> Finding:
     gpus = len(facts["gpus"])
     if gpus == 0:
         return Finding("NCCL", "missing", "there are no GPUs to join", "nothing: gloo joins cores")
     costs, remedy = "GPUs cannot be joined", "--workers 1 trains on one GPU meanwhile"
     if facts["nccl"] is None:
-        state: State = "stops" if gpus > 1 else "limited"
+        state: FindingState = "stops" if gpus > 1 else "limited"
         found = "this build of torch has none"
         return Finding("NCCL", state, found, costs, f"a CUDA build for Linux; {remedy}")
     if gpus == 1:
@@ -103,7 +103,7 @@ def check_nccl(facts: Facts) -> Finding:
     return Finding("NCCL", "works", f"{facts['nccl']}: two workers joined and all-reduced")
 
 
-def check_gloo(facts: Facts) -> Finding:
+def check_gloo(facts: TorchFacts) -> Finding:
     if facts["error"]:
         return Finding("gloo", "missing", "not tried without torch")
     try:
@@ -119,7 +119,7 @@ def check_gloo(facts: Facts) -> Finding:
     return Finding("gloo", "works", "two workers joined and all-reduced")
 
 
-def check_training(facts: Facts) -> Finding:
+def check_training(facts: TorchFacts) -> Finding:
     if facts["error"]:
         return Finding("training step", "missing", "not tried without torch")
     device = "cuda" if any(not gpu["trouble"] for gpu in facts["gpus"]) else "cpu"
@@ -168,7 +168,7 @@ LIBRARIES = (
 
 
 def check_library(library: Library) -> Finding:
-    lost: State = "missing"
+    lost: FindingState = "missing"
     try:
         version = ask(child.version_of, library.module, library.name)
         found = version or "not installed"
@@ -182,7 +182,7 @@ def check_library(library: Library) -> Finding:
     return Finding(library.name, state, found, library.costs, remedy)
 
 
-def check_torchvision(facts: Facts) -> Finding:
+def check_torchvision(facts: TorchFacts) -> Finding:
     """The trap: wheels made for another build of torch install well and fail at import."""
     part, good, bad = "torchvision, timm", list[str](), list[str]()
     lacking = list[str]()

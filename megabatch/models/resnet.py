@@ -73,7 +73,7 @@ class Bottleneck(nn.Module):
         return F.relu(y + self.downsample(x))
 
 
-Block = type[BasicBlock] | type[Bottleneck]
+BlockClass = type[BasicBlock] | type[Bottleneck]
 
 
 class ResNet(nn.Module):
@@ -81,7 +81,7 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        block: Block,
+        block: BlockClass,
         depths: tuple[int, int, int, int],
         num_classes: int = 1000,
         channels: int = 3,
@@ -124,7 +124,7 @@ def resnet152(num_classes: int = 1000, channels: int = 3) -> ResNet:
     return ResNet(Bottleneck, (3, 8, 36, 3), num_classes, channels)
 
 
-def stage(block: Block, depth: int, inputs: int, width: int, stride: int) -> nn.Sequential:
+def stage(block: BlockClass, depth: int, inputs: int, width: int, stride: int) -> nn.Sequential:
     """`depth` blocks in a row, of which the first takes the stride and the change of channels."""
     first = block(inputs, width, stride)
     return nn.Sequential(first, *(block(width * block.expansion, width) for _ in range(depth - 1)))

@@ -50,13 +50,13 @@ class Passed(NamedTuple):
     """of its loss times the factor"""
 
 
-Result = tuple[Found, dict[nn.Parameter, Tensor]]
+PassResult = tuple[Found, dict[nn.Parameter, Tensor]]
 """what a pass found, and the gradients"""
 
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    results: list[Result]
+    results: list[PassResult]
     """of each way, where every replay writes them"""
 
 
@@ -135,7 +135,7 @@ class CapturedPass:
             done += ways
         del self._held[self._ways :]
 
-    def _results(self, ways: int) -> list[Result]:
+    def _results(self, ways: int) -> list[PassResult]:
         if self.refused:
             return [self._work(way) for way in range(ways)]
         graph, results = self._graphs[ways]
@@ -208,7 +208,7 @@ class CapturedPass:
         torch.cuda.set_rng_state(drawn)
         return reason
 
-    def _side_by_side(self, ways: int) -> list[Result]:
+    def _side_by_side(self, ways: int) -> list[PassResult]:
         main, *others = self._streams[:ways]
         begin = main.record_event()
         for stream in others:
@@ -231,7 +231,7 @@ class CapturedPass:
             file=sys.stderr,
         )
 
-    def _work(self, way: int) -> Result:
+    def _work(self, way: int) -> PassResult:
         images, labels, positions = self._held[way]
         for layer in self._dropouts:
             layer.positions = positions

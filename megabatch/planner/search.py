@@ -32,7 +32,7 @@ from megabatch.plans.names import CHOICES, plan_of
 
 ROUNDING = 1 + 1e-9  # a target that is just met is met
 
-Comparison = Literal["plans", "grids", "buckets", "wire"]
+Alternatives = Literal["plans", "grids", "buckets", "wire"]
 
 
 def forecast(
@@ -128,7 +128,7 @@ def _grids(gpus: int) -> list[tuple[int, int]]:
     return [(gpus // side, side) for side in sides if side < gpus] or [(1, 1)]
 
 
-def compare(job: Job, what: Comparison, choices: Choices) -> list[Forecast]:
+def compare(job: Job, what: Alternatives, choices: Choices) -> list[Forecast]:
     """The best of each plan; or each grid, bucket size or wire of the best of all.
 
     A flat plan has one grid only, so grids are those of the best plan that has several.

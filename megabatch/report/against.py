@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megabatch.report.axes import Axis, axis_of, far_apart
+from megabatch.report.axes import ChartAxis, axis_of, far_apart
 from megabatch.report.charts import brief, figure, plot
 from megabatch.report.look import colour, text
 from megabatch.report.numbers import short
@@ -88,11 +88,11 @@ def against_batch(
     return figure(title, caption, plot(parts, words, tips), wide)
 
 
-def batch_axis(batches: Sequence[int]) -> Axis | None:
+def batch_axis(batches: Sequence[int]) -> ChartAxis | None:
     """Of the logarithms to base 2, with room on both sides."""
     if not batches:
         return None
-    return Axis(math.log2(min(batches)) - _MARGIN, math.log2(max(batches)) + _MARGIN)
+    return ChartAxis(math.log2(min(batches)) - _MARGIN, math.log2(max(batches)) + _MARGIN)
 
 
 def _reach(line: Points) -> list[float]:
@@ -101,7 +101,7 @@ def _reach(line: Points) -> list[float]:
     return [v for v in (*line.values, *ends, *(v for _, v in line.singles)) if math.isfinite(v)]
 
 
-def _drawn(line: Points, x: Axis, y: Axis) -> str:
+def _drawn(line: Points, x: ChartAxis, y: ChartAxis) -> str:
     style = f'data-run="{line.run}" style="--c:{colour(line.run)}"'
     places = [1000 * x.place(math.log2(batch)) for batch in line.batches]
     path, dots, bars, drawing = "", "", "", False
@@ -129,5 +129,5 @@ def _drawn(line: Points, x: Axis, y: Axis) -> str:
     return out + f'<path class="dots" {style} d="{dots}"/>'
 
 
-def _down(axis: Axis, value: float) -> str:
+def _down(axis: ChartAxis, value: float) -> str:
     return f"{1000 * (1 - axis.place(value)):.1f}"

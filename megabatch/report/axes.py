@@ -55,7 +55,7 @@ def _exponential_means(values: Sequence[float], span: float) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """From values to 0 ... 1."""
 
     low: float
@@ -93,7 +93,7 @@ def _round_step(least: float) -> float:
 
 def axis_of(
     values: Sequence[float], log: bool = False, zero: bool = False, keep_all: bool = False
-) -> Axis | None:
+) -> ChartAxis | None:
     """An axis for values; unless `keep_all`, those that lie far from nearly all others are left
     outside."""
     found = sorted(v for v in values if math.isfinite(v) and (v > 0 or not log))
@@ -107,12 +107,12 @@ def axis_of(
         low = min(low, 0.0) if zero else low
         largest = max(abs(low), abs(high))
         margin = max(0.04 * (high - low), 1e-6 * largest) if high > low else 0.05 * largest or 1.0
-        return Axis(low if zero and low == 0 else low - margin, high + margin)
+        return ChartAxis(low if zero and low == 0 else low - margin, high + margin)
     if high / low < 4:
         centre = math.sqrt(high) * math.sqrt(low)
         low, high = min(low, centre / 2), max(high, centre * 2)
     margin = (high / low) ** 0.04
-    return Axis(low / margin, high * margin, True)
+    return ChartAxis(low / margin, high * margin, True)
 
 
 def far_apart(values: Sequence[float]) -> bool:

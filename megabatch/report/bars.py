@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megabatch.report.look import text
 
 
-class Piece(NamedTuple):
+class BarPiece(NamedTuple):
     """A part of a bar, from one share of its width to another."""
 
     start: float
@@ -17,7 +17,7 @@ class Piece(NamedTuple):
     words: str = ""
 
 
-def bar(left: str, right: str, pieces: Iterable[Piece], marks: Iterable[Piece] = ()) -> str:
+def bar(left: str, right: str, pieces: Iterable[BarPiece], marks: Iterable[BarPiece] = ()) -> str:
     """A named bar; marks lie over it (an interval)."""
     inside = "".join(_piece(piece, "top:0;bottom:0;min-width:1.5px") for piece in pieces)
     over = "".join(_piece(mark, "top:35%;bottom:35%;opacity:.45") for mark in marks)
@@ -38,7 +38,7 @@ def key(colours: dict[str, str]) -> str:
     return f'<div class="key" style="margin-bottom:12px">{spans}</div>'
 
 
-def _piece(piece: Piece, style: str) -> str:
+def _piece(piece: BarPiece, style: str) -> str:
     width = piece.end - piece.start
     if width <= 0:
         return ""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megabatch.report.axes import Axis, axis_of, far_apart, smoothed, thinned
+from megabatch.report.axes import ChartAxis, axis_of, far_apart, smoothed, thinned
 from megabatch.report.look import colour, text
 from megabatch.report.numbers import short
 
@@ -64,7 +64,7 @@ def chart(
     xs = [v for line in lines for v in line.middle[0]]
     if y is None or not xs:
         return ""
-    x = Axis(0.0, 1.01 * max(xs) or 1.0)
+    x = ChartAxis(0.0, 1.01 * max(xs) or 1.0)
     say = (lambda v: f"{100 * v:.4g} %") if percent else short
     parts = [
         f'<line class="grid" x1="0" x2="1000" y1="{_y(y, tick)}" y2="{_y(y, tick)}"/>'
@@ -103,7 +103,7 @@ def _middle(line: Curve) -> list[float]:
     return smoothed(values, len(values) / 40)
 
 
-def _paths(line: Curve, x: Axis, y: Axis) -> str:
+def _paths(line: Curve, x: ChartAxis, y: ChartAxis) -> str:
     xs, raw = line.middle
     style = f'data-run="{line.run}" style="--c:{colour(line.run)}"'
     places = [_WIDE * x.place(v) for v in xs]
@@ -128,7 +128,9 @@ def _paths(line: Curve, x: Axis, y: Axis) -> str:
     return out
 
 
-def _path(places: Sequence[float], values: Sequence[float], y: Axis, stairs: bool = False) -> str:
+def _path(
+    places: Sequence[float], values: Sequence[float], y: ChartAxis, stairs: bool = False
+) -> str:
     out, drawing = "", False
     for place, value in zip(places, values, strict=True):
         if not _finite(y, value):
@@ -142,7 +144,7 @@ def _path(places: Sequence[float], values: Sequence[float], y: Axis, stairs: boo
     return out
 
 
-def _band(places: Sequence[float], line: Curve, y: Axis) -> str:
+def _band(places: Sequence[float], line: Curve, y: ChartAxis) -> str:
     points = [
         (place, low, high)
         for place, low, high in zip(places, line.low, line.high, strict=True)
@@ -153,11 +155,11 @@ def _band(places: Sequence[float], line: Curve, y: Axis) -> str:
     return f"M{upper}L{lower}Z" if points else ""
 
 
-def _finite(y: Axis, value: float) -> bool:
+def _finite(y: ChartAxis, value: float) -> bool:
     return math.isfinite(value) and (value > 0 or not y.log)
 
 
-def _y(axis: Axis, value: float) -> str:
+def _y(axis: ChartAxis, value: float) -> str:
     return f"{_HIGH * (1 - axis.place(value)):.1f}"
 
 
@@ -166,7 +168,7 @@ def stacked_bars(title: str, names: Sequence[str], colours: Sequence[str], epoch
     """Bars of 100 %, one an epoch; row i has the share of each name up to epochs[i]."""
     if not rows:
         return ""
-    x = Axis(0.0, max(epochs) or 1.0)
+    x = ChartAxis(0.0, max(epochs) or 1.0)
     parts, before = [], 0.0
     kind = "bar" if len(rows) <= _MOST_BARS else ""
     for epoch, row in zip(epochs, rows, strict=True):
@@ -225,7 +227,7 @@ def heat_map(
     names: Sequence[str],
     epochs: Sequence[float],
     cells: Sequence[Sequence[float]],
-    axis: Axis,
+    axis: ChartAxis,
 ) -> str:
     """cells[row][column] by names and epochs, their colours along the axis; nan stays blank."""
     wide, high = _WIDE / len(epochs), _HIGH / len(names)

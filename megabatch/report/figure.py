@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from megabatch.report.against import batch_axis
-from megabatch.report.axes import Axis, axis_of
+from megabatch.report.axes import ChartAxis, axis_of
 from megabatch.report.numbers import short
 from megabatch.report.picture import DottedLine, picture
 from megabatch.study.results import Cell, Study
@@ -48,7 +48,7 @@ def arm_figure(study: Study, arm: str, batch: int, title: str) -> str:
     y = axis_of([value for line in lines for value in line.reach], keep_all=True)
     if len(lines) < 2 or y is None:
         return ""
-    x = Axis(0.0, 1.01 * max(epoch for line in lines for epoch, _ in line.points))
+    x = ChartAxis(0.0, 1.01 * max(epoch for line in lines for epoch, _ in line.points))
     ticks = [(tick, short(tick)) for tick in x.ticks(6)]
     return picture(title, lines, x, y, ticks=ticks, across="epochs", say=_percent)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megabatch.report.axes import Axis
+from megabatch.report.axes import ChartAxis
 from megabatch.report.look import RUN_COLOURS, text
 
 _WIDE, _HIGH = 760, 400
@@ -58,8 +58,8 @@ class DottedLine:
 def picture(
     title: str,
     lines: Sequence[DottedLine],
-    x: Axis,
-    y: Axis,
+    x: ChartAxis,
+    y: ChartAxis,
     *,
     ticks: Sequence[tuple[float, str]],
     across: str,

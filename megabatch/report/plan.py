@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from megabatch.planner.run import Forecast
 from megabatch.planner.step import StepForecast
-from megabatch.report.bars import Piece, bar, key
+from megabatch.report.bars import BarPiece, bar, key
 from megabatch.report.look import Section, colour, page, text
 from megabatch.report.numbers import duration
 from megabatch.report.plain import best_by_gpus, folded
@@ -80,8 +80,8 @@ def _times(best: list[Forecast]) -> Iterator[str]:
         yield bar(
             f"{forecast.gpus:,} GPUs",
             f"{duration(took)} ({words})",
-            [Piece(0.0, took / longest, "compute", duration(took))],
-            [Piece(low / longest, high / longest, "ink", words)],
+            [BarPiece(0.0, took / longest, "compute", duration(took))],
+            [BarPiece(low / longest, high / longest, "ink", words)],
         )
 
 
@@ -92,7 +92,7 @@ def _efficiencies(found: list[Forecast]) -> Iterator[str]:
         yield bar(
             f"{first.gpus:,} GPUs, {first.setting.plan}{others}",
             f"{first.efficiency:.1%}",
-            [Piece(0.0, min(1.0, first.efficiency), "c2")],
+            [BarPiece(0.0, min(1.0, first.efficiency), "c2")],
         )
 
 
@@ -123,9 +123,9 @@ def _timeline(step: StepForecast) -> Iterator[str]:
     )
     total = step.seconds
 
-    def piece(name: str, start: float, end: float, words: str) -> Piece:
+    def piece(name: str, start: float, end: float, words: str) -> BarPiece:
         times = f"{words}: {1e3 * start:.3f} to {1e3 * end:.3f} ms"
-        return Piece(start / total, end / total, COLOURS[name], times)
+        return BarPiece(start / total, end / total, COLOURS[name], times)
 
     computed = [piece(name, start, end, name) for name, start, end in spans]
     yield bar("worker", f"{1e3 * total:,.2f} ms", computed)

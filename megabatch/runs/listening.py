@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from megabatch.errors import UserError
 
-Facts = Mapping[str, Any]
+Fields = Mapping[str, Any]
 _KEPT = ("train", "evaluation", "waits", "layer")
 """what metrics.jsonl holds"""
 
@@ -29,17 +29,17 @@ class Logger(Protocol):
     """Whoever wants to hear of a run, on its first worker. What it is given it may keep but not
     change; what takes long in it, the run waits for."""
 
-    def begin(self, about: Facts) -> None:
+    def begin(self, about: Fields) -> None:
         """Before the first step: config and environment, images and held_out (how many), seen and
         steps (more than 0 where the run goes on), world (workers) and out (its folder or None).
         Again where the run goes on with other workers because one was lost."""
 
-    def write(self, kind: str, record: Facts) -> None:
+    def write(self, kind: str, record: Fields) -> None:
         """`kind` train: a step's numbers, told a step later; evaluating: one begins; evaluation:
         its result; waits: where an epoch's time went; layer: a trust ratio. Each record has step
         and seen, the images so far."""
 
-    def end(self, summary: Facts | None) -> None:
+    def end(self, summary: Fields | None) -> None:
         """The last call: how the run ended, as train returns it; None where it failed."""
 
 
@@ -49,15 +49,15 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
 
-    def begin(self, about: Facts) -> None:
+    def begin(self, about: Fields) -> None:
         """What a run begins with stands in files of its own."""
 
-    def write(self, kind: str, record: Facts) -> None:
+    def write(self, kind: str, record: Fields) -> None:
         if kind in _KEPT:
             self._file.write(json.dumps({"kind": kind, **finite(record)}) + "\n")
             self._file.flush()
 
-    def end(self, summary: Facts | None) -> None:
+    def end(self, summary: Fields | None) -> None:
         self._file.close()
 
 
@@ -90,12 +90,12 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         self._folder, self._open = folder, contextlib.ExitStack()
         self._drawn = -math.inf
-        self._waiting: Facts | None = None
+        self._waiting: Fields | None = None
 
-    def begin(self, about: Facts) -> None:
+    def begin(self, about: Fields) -> None:
         """Its page has no place for it."""
 
-    def write(self, kind: str, record: Facts) -> None:
+    def write(self, kind: str, record: Fields) -> None:
         if kind not in _KEPT or (kind == "evaluation" and not record):
             return
         if kind == "train" and time.monotonic() - self._drawn < _DRAWN_EVERY:
@@ -103,7 +103,7 @@ class TensorBoard:
         else:
             self._draw(kind, record)
 
-    def _draw(self, kind: str, record: Facts) -> None:
+    def _draw(self, kind: str, record: Fields) -> None:
         if kind == "train":
             self._drawn, self._waiting = time.monotonic(), None
         for name, value in finite(record).items():
@@ -123,7 +123,7 @@ class TensorBoard:
         self._open.callback(board.close)
         return board
 
-    def end(self, summary: Facts | None) -> None:
+    def end(self, summary: Fields | None) -> None:
         with self._open:
             if self._waiting is not None:
                 self._draw("train", self._waiting)
@@ -148,7 +148,7 @@ def _failures_said_once() -> Iterator[None]:
             threading.excepthook = before
 
 
-def finite(record: Facts) -> dict[str, Any]:
+def finite(record: Fields) -> dict[str, Any]:
     """A copy with None for infinities and nan, which JSON has no word for."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -163,14 +163,14 @@ class Theirs:
         self._logger, self._say = logger, say
         self._well, self._begun = True, False
 
-    def begin(self, about: Facts) -> None:
+    def begin(self, about: Fields) -> None:
         self._begun = True
         self._tell("begin", lambda: self._logger.begin(_frozen(about)))
 
-    def write(self, kind: str, record: Facts) -> None:
+    def write(self, kind: str, record: Fields) -> None:
         self._tell("write", lambda: self._logger.write(kind, _frozen(record)))
 
-    def end(self, summary: Facts | None) -> None:
+    def end(self, summary: Fields | None) -> None:
         if not self._begun:  # not on the first worker, or nothing came of the run
             return
         self._tell("end", lambda: self._logger.end(None if summary is None else _frozen(summary)))
@@ -204,5 +204,5 @@ def check_loggers(loggers: Iterable[Any]) -> None:
                 )
 
 
-def _frozen(record: Facts) -> Facts:
+def _frozen(record: Fields) -> Fields:
     return MappingProxyType(copy.deepcopy(dict(record)))

@@ -30,7 +30,7 @@ from megabatch.runs.progress import (
     Lines,
     Shown,
     SmoothSpeed,
-    Standing,
+    StepStanding,
     counted,
     say,
     to_people,
@@ -40,7 +40,7 @@ from megabatch.sync.control import StepNumbers
 from megabatch.version import __version__
 
 Band = tuple[float, float]
-Record = tuple[str, dict[str, Any]]
+Entry = tuple[str, dict[str, Any]]
 """a line's kind, and the rest of it"""
 _LONGEST_LINE = 1 << 20
 
@@ -59,7 +59,7 @@ class Log:
         self._images = self._first_seen = 0
         self._pace, self._verdicts = SmoothSpeed(), Verdicts()
         self._began = self._last = time.monotonic()
-        self.recent: list[Record] = []
+        self.recent: list[Entry] = []
         """what was written, or would have been by the first worker, since the step before last: it
         may be lost with who wrote it"""
 
@@ -68,7 +68,7 @@ class Log:
         images: int,
         seen: int,
         out: Path | None,
-        recent: Sequence[Record] = (),
+        recent: Sequence[Entry] = (),
         **counts: int,
     ) -> None:
         """The first step is next, of a run over so many images an epoch that has seen some already;
@@ -140,10 +140,10 @@ class Log:
                 self._pace.add(step.batch, took)
             self._shown.show(self._standing(record, now - self._began))
 
-    def _standing(self, record: dict[str, Any], seconds: float) -> Standing:
+    def _standing(self, record: dict[str, Any], seconds: float) -> StepStanding:
         seen = record["seen"]
         to_come = max(0.0, self._config.epochs * self._images - seen)
-        return Standing(
+        return StepStanding(
             step=record["step"] + 1,
             seen=seen,
             epoch=seen / self._images,

@@ -18,7 +18,7 @@ from megabatch.cluster import Cluster
 from megabatch.noise import NoiseScale
 from megabatch.runs.checkpoint import Saved
 from megabatch.runs.folder import State
-from megabatch.runs.loggers import Record
+from megabatch.runs.loggers import Entry
 from megabatch.sync.replicas import Comparison
 
 
@@ -27,7 +27,7 @@ class Memory:
     """Copies of a run's tensors, on the host, and what else the rest of it depends on."""
 
     state: dict[str, Any]
-    recent: list[Record]
+    recent: list[Entry]
     """of the log"""
     left_out: tuple[int, ...]
     """images that cannot be read"""
@@ -41,7 +41,7 @@ class Memory:
     def of(
         cls,
         state: State,
-        recent: list[Record],
+        recent: list[Entry],
         left_out: tuple[int, ...],
         checksum: int | None,
         saved: Saved,

@@ -92,7 +92,7 @@ class Due:
 
 
 @dataclass(frozen=True)
-class Standing:
+class StepStanding:
     """Where a run stands after a step."""
 
     step: int
@@ -120,7 +120,7 @@ class Standing:
 class Shown(Protocol):
     """What shows where a run stands."""
 
-    def show(self, standing: Standing) -> None: ...
+    def show(self, standing: StepStanding) -> None: ...
 
     def evaluating(self) -> OnProgress: ...
 
@@ -133,7 +133,7 @@ class Lines:
     def __init__(self, console: Console, now: Now = time.monotonic) -> None:
         self._console, self._due = console, Due(now)
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: StepStanding) -> None:
         if self._due():
             say(self._console, str(standing))
 
@@ -159,7 +159,7 @@ class Bar:
         )
         self._progress.start()
 
-    def show(self, standing: Standing) -> None:
+    def show(self, standing: StepStanding) -> None:
         self._progress.update(
             self._task,
             completed=standing.seen,

@@ -34,7 +34,7 @@ from megabatch.host.stopping import stop_is_kept
 from megabatch.runs.alive import mark
 from megabatch.runs.progress import Due, clock
 from megabatch.study.results import read
-from megabatch.study.trials import Plan, Trial, has_ended, mend_label, state, write_label
+from megabatch.study.trials import StudyPlan, Trial, has_ended, mend_label, state, write_label
 from megabatch.sync.heartbeat import Stalled
 from megabatch.training import train
 
@@ -119,7 +119,7 @@ class Voice:
 
 
 def study(
-    plan: Plan,
+    plan: StudyPlan,
     out: Path,
     cluster: Cluster,
     say: Say,
@@ -159,13 +159,13 @@ def study(
         return sweep.run_all(plan.runs(factors), "the runs")
 
 
-def _chosen_rates(out: Path, plan: Plan) -> tuple[dict[tuple[str, int], float], list[str]]:
+def _chosen_rates(out: Path, plan: StudyPlan) -> tuple[dict[tuple[str, int], float], list[str]]:
     found = read(out)
     found.check_searched(plan.configs, {trial.name for trial in plan.search()})
     return found.chosen_factors(), list(found.search_in_words())
 
 
-def _forget_failures(plan: Plan, out: Path) -> None:
+def _forget_failures(plan: StudyPlan, out: Path) -> None:
     for trial in (*plan.probes(), *plan.search(), *plan.runs(read(out).chosen_factors())):
         if state(out / trial.name, trial) == "failed":
             remove(out / trial.name)

@@ -61,7 +61,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """What a study is to run."""
 
     configs: dict[tuple[str, int], Config]

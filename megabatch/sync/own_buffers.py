@@ -20,7 +20,7 @@ from megabatch.cluster import Cluster
 from megabatch.optim.layout import overlaps
 from megabatch.tree import deal
 
-Waiting = Callable[[str], AbstractContextManager[None]]
+Waiting = Callable[[str], AbstractContextManager[Any]]
 
 
 class _Place(NamedTuple):

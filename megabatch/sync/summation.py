@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megabatch.cluster import Cluster
 from megabatch.sync.segment import all_gather
-from megabatch.tree import Node, deal, folds, largest_nodes, tree_sum
+from megabatch.tree import TreeNode, deal, folds, largest_nodes, tree_sum
 
 OnPhase = Callable[[str], None]
 """is told what is about to be done with a sum"""
@@ -49,7 +49,7 @@ def tree_all_reduce(
     incoming = rows.new_empty(sum(sizes), chunk)
     on_phase("tree: all_to_all")
     dist.all_to_all_single(incoming, outgoing, sizes, [len(rows)] * world, group=cluster.group)
-    parts: dict[Node, Tensor] = {}
+    parts: dict[TreeNode, Tensor] = {}
     owns: list[Tensor] = []
     for held, received in zip(nodes, incoming.split(sizes), strict=True):
         parts.update(zip(held, received, strict=False))
@@ -77,7 +77,7 @@ class TreeSum:
         self._spare: list[Tensor] = []
         self.begin(0, (0, 0))
 
-    def begin(self, count: int, dealt: Node) -> None:
+    def begin(self, count: int, dealt: TreeNode) -> None:
         """Start a sum over `count` micro-batches of which those in `dealt` are pushed here, in
         order.
 
@@ -130,7 +130,7 @@ class TreeSum:
 
 
 @functools.cache
-def _folds(count: int, dealt: Node) -> list[int]:
+def _folds(count: int, dealt: TreeNode) -> list[int]:
     return [fold for node in largest_nodes(count, dealt) for fold in folds(node)]
 
 
@@ -157,7 +157,7 @@ class Bucket:
         self._views: dict[int, list[Tensor]] = {}
         """of the tree's own vectors, which it uses again and again, by address"""
 
-    def begin(self, count: int, dealt: Node) -> None:
+    def begin(self, count: int, dealt: TreeNode) -> None:
         for p in self.parameters:
             p.grad = None
         self.awaited = set(self.parameters)

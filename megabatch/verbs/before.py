@@ -16,7 +16,7 @@ from megabatch.errors import UserError
 from megabatch.models.zoo import check_init
 from megabatch.runs.begun import check_place, check_writable
 from megabatch.study.results import read
-from megabatch.study.trials import Plan, is_study, state
+from megabatch.study.trials import StudyPlan, is_study, state
 from megabatch.sync.choice import measured
 from megabatch.verbs.workers import gpus
 from megabatch.workers.place import Place, grid_of
@@ -47,7 +47,7 @@ def check_run_folder(config: Config, out: Path, resume: bool) -> None:
     check_place(out, config, resume)
 
 
-def check_study(plan: Plan, out: Path) -> None:
+def check_study(plan: StudyPlan, out: Path) -> None:
     """Where a study begins, or grows: what lies there must be runs of the same recipe."""
     check_writable(out)
     if is_study(out):

@@ -16,7 +16,7 @@ import tyro
 from megabatch import recipes
 from megabatch.chaos.faults import KINDS, schedule
 from megabatch.chaos.job import TrainingJob, small_disk
-from megabatch.chaos.rounds import Outcome, Stop, disturbed, undisturbed
+from megabatch.chaos.rounds import Asked, Outcome, disturbed, undisturbed
 from megabatch.config import Config
 from megabatch.errors import DONE, FAILED, UserError, nearest
 from megabatch.host.scratch import DISK, scratch
@@ -129,7 +129,7 @@ def _read_flags(name: str, arguments: list[str]) -> tuple[Chaos, Config]:
 
 
 def _rounds(
-    chaos: Chaos, config: Config, place: Path, disk: Path | None, stop: Stop
+    chaos: Chaos, config: Config, place: Path, disk: Path | None, stop: Asked
 ) -> list[Outcome]:
     written = place / "config.json"
     written.write_text(config.to_json())

@@ -24,7 +24,7 @@ from megabatch.planner.machine_file import load
 from megabatch.planner.nets import BUILDERS
 from megabatch.planner.run import Forecast, Job
 from megabatch.planner.search import (
-    Comparison,
+    Alternatives,
     advice,
     as_configured,
     candidates,
@@ -73,7 +73,7 @@ class PlanFlags:
     hybrid: HybridFlags = field(default_factory=HybridFlags)
     micro: Annotated[int | None, _optional("N")] = None
     """at most so many images in one pass (none: as many as fit)"""
-    compare: Annotated[Comparison, _optional("WHAT")] = "plans"
+    compare: Annotated[Alternatives, _optional("WHAT")] = "plans"
     """plans, grids, buckets or wire, as the rows of the table"""
     target_seconds: Annotated[float | None, _optional("S")] = None
     """find the fewest nodes that end the run within so long; and the cheapest"""

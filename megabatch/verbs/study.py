@@ -21,7 +21,7 @@ from megabatch.elastic.worlds import Passage, in_worlds, meet
 from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest
 from megabatch.recipes.by_batch import fitted
 from megabatch.study.arms import ARMS
-from megabatch.study.trials import RECIPE, Plan
+from megabatch.study.trials import RECIPE, StudyPlan
 from megabatch.verbs.before import (
     check_beginnings,
     check_not_own,
@@ -129,7 +129,7 @@ def run(arguments: list[str]) -> int:
     return _tell(Path(out), ended, flags)
 
 
-def study_here(plan: Plan, out: str, flags: SweepFlags) -> tuple[bool, str]:
+def study_here(plan: StudyPlan, out: str, flags: SweepFlags) -> tuple[bool, str]:
     """The work of one worker: whether it is the first, and how the study ended."""
     from megabatch.runs.progress import say, to_people
     from megabatch.study.sweep import StudyProgress, study
@@ -188,7 +188,7 @@ _NOT_IN_ARMS = {
 }
 
 
-def read_flags(name: str, arguments: list[str]) -> tuple[Plan, SweepFlags]:
+def read_flags(name: str, arguments: list[str]) -> tuple[StudyPlan, SweepFlags]:
     """The runs that `megabatch study NAME ...` asks for."""
     words = f"study {name}"
     _refuse(arguments, _NOT_HERE)
@@ -232,7 +232,7 @@ def read_flags(name: str, arguments: list[str]) -> tuple[Plan, SweepFlags]:
         configs |= changed
         given_rates |= {name for name, _ in changed if by_hand}
     seed = configs[RECIPE, batches[0]].seed
-    plan = Plan(
+    plan = StudyPlan(
         configs=configs,
         seeds=range(seed, seed + flags.seeds),
         rates=rates,
@@ -259,7 +259,7 @@ def _at_batch(name: str, batch: int, words: str, arguments: list[str], given: Gi
     return replace(config, keep=1)
 
 
-def _check_other_batches(name: str, arguments: list[str], plan: Plan, out: Path) -> None:
+def _check_other_batches(name: str, arguments: list[str], plan: StudyPlan, out: Path) -> None:
     """What lies there at batches that are not asked for now must be of the same recipe too, but for
     rate and optimizer, which may go with the batch, and the passes it was made of."""
     from megabatch.study.results import read
