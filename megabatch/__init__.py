@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megabatch.evaluation import evaluate
     from megabatch.optim import LAMB, LARS, Muon, parameter_groups
     from megabatch.planner import forecast
-    from megabatch.runs.listening import Logger
+    from megabatch.runs.loggers import Logger
     from megabatch.schedule import constant, cosine, join, linear_scaling, poly, step_decay, warmup
     from megabatch.sync.ddp import GradSync
     from megabatch.training import train
@@ -71,7 +71,7 @@ _HOMES = {
     "errors": ["RunFailed", "UserError"],
     "optim": ["LAMB", "LARS", "Muon", "parameter_groups"],
     "planner": ["forecast"],
-    "runs.listening": ["Logger"],
+    "runs.loggers": ["Logger"],
     "schedule": ["constant", "cosine", "join", "linear_scaling", "poly", "step_decay", "warmup"],
     "sync.ddp": ["GradSync"],
     "evaluation": ["evaluate"],

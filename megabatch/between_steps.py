@@ -24,7 +24,7 @@ from megabatch.recompute import recompute_statistics
 from megabatch.runs import checkpoint
 from megabatch.runs.diagnosis import diagnosis, divergence
 from megabatch.runs.folder import RunFolder, State
-from megabatch.runs.loggers import Log
+from megabatch.runs.log import Log
 from megabatch.runs.memory import Memory
 from megabatch.runs.verdict import Clock, Effort, Facts, no_number
 from megabatch.step import DelayedNumbers, StepResult, score

@@ -26,8 +26,8 @@ from megabatch.parts import assemble, prepared
 from megabatch.precision import full_dtype
 from megabatch.runs.diagnosis import divergence
 from megabatch.runs.folder import RunFolder, State
-from megabatch.runs.listening import Logger, Theirs, check_loggers
-from megabatch.runs.loggers import Log
+from megabatch.runs.log import Log
+from megabatch.runs.loggers import Logger, Theirs, check_loggers
 from megabatch.runs.memory import Memory, compared, copied
 from megabatch.runs.progress import say, to_people
 from megabatch.runs.verdict import Facts, bold_rate, few_steps, idle_workers

@@ -27,7 +27,7 @@ from megabatch.host.durable import write_whole
 from megabatch.launch import run_local
 from megabatch.runs import checkpoint, folder, record
 from megabatch.runs.folder import RunFolder, State
-from megabatch.runs.loggers import drop_after
+from megabatch.runs.log import drop_after
 
 ALONE = Cluster(0, 1, 0, 1, torch.device("cpu"), (1, 1))
 

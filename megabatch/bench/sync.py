@@ -32,7 +32,7 @@ from megabatch.launch import run_local
 from megabatch.planner import machine_file
 from megabatch.plans import PLANS
 from megabatch.plans.names import named
-from megabatch.runs.loggers import environment
+from megabatch.runs.log import environment
 from megabatch.sync.choice import Choice, fastest_by_size
 from megabatch.sync.execute import Pipeline
 from megabatch.verbs.parsing import parse

@@ -31,8 +31,8 @@ from megabatch.runs.alive import mark
 from megabatch.runs.background import Background
 from megabatch.runs.begun import check_place
 from megabatch.runs.checkpoint import Saved, Snapshot
-from megabatch.runs.listening import finite
-from megabatch.runs.loggers import drop_after, environment
+from megabatch.runs.log import drop_after, environment
+from megabatch.runs.loggers import finite
 from megabatch.sync.control import StepNumbers
 from megabatch.sync.replicas import Comparison
 

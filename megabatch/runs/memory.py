@@ -18,7 +18,7 @@ from megabatch.cluster import Cluster
 from megabatch.noise import NoiseScale
 from megabatch.runs.checkpoint import Saved
 from megabatch.runs.folder import State
-from megabatch.runs.loggers import Entry
+from megabatch.runs.log import Entry
 from megabatch.sync.replicas import Comparison
 
 

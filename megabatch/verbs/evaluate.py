@@ -14,7 +14,7 @@ from megabatch.config import Config
 from megabatch.data.paths import check_named, moved
 from megabatch.errors import DONE, UserError
 from megabatch.runs.begun import check_brought, check_run
-from megabatch.runs.listening import finite
+from megabatch.runs.loggers import finite
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.workers import on_workers
 from megabatch.verbs.writing import say_result

@@ -18,7 +18,7 @@ from megabatch.config import Config
 from megabatch.elastic.supervisor import Losses
 from megabatch.elastic.worlds import meet
 from megabatch.errors import DONE, STOPPED, UserError
-from megabatch.runs.listening import finite
+from megabatch.runs.loggers import finite
 from megabatch.runs.record import is_run
 from megabatch.verbs.before import (
     check_beginnings,

@@ -17,7 +17,7 @@ from test_train import CONFIG
 from megabatch.cli import main
 from megabatch.errors import RunFailed, UserError
 from megabatch.models.small import SmallResNet, small
-from megabatch.runs.listening import Logger, TensorBoard
+from megabatch.runs.loggers import Logger, TensorBoard
 from megabatch.runs.mlperf import MLPerf
 from megabatch.training import train
 
