@@ -34,9 +34,9 @@ from megabatch.plans import HIERARCHICAL, RING, TORUS, through
 from megabatch.plans.names import plan_of
 from megabatch.recipes.jia2018 import jia_hybrid
 from megabatch.report import tables
+from megabatch.sync.buckets import buckets_of
 from megabatch.sync.choice import choose_plan
 from megabatch.sync.execute import LANES as ENGINE_LANES
-from megabatch.sync.summation import buckets_of
 
 DOCS = Path(__file__).parents[1] / "docs" / "planner.md"
 HALF, FULL = 51_114_064, 102_228_128  # ResNet-50's gradients in fp16 and fp32

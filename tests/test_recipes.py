@@ -18,9 +18,9 @@ from megabatch.plans.names import plan_of
 from megabatch.recipes import BY_BATCH, RECIPES, named
 from megabatch.recipes.imagenet import IMAGES
 from megabatch.recipes.mlperf import ROWS, mlperf
+from megabatch.sync.buckets import buckets_of
 from megabatch.sync.choice import choose_plan
 from megabatch.sync.execute import Pipeline
-from megabatch.sync.summation import buckets_of
 from megabatch.verbs.train import read_flags
 
 IMAGENET = sorted(set(RECIPES) - {"digits", "tiny", "tiny30"})

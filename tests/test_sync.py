@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from megabatch.cluster import Cluster
 from megabatch.errors import UserError
 from megabatch.launch import run_local
-from megabatch.sync.buckets import GradientSum
-from megabatch.sync.summation import TreeSum, buckets_of, tree_all_reduce
+from megabatch.sync.buckets import GradientSum, buckets_of
+from megabatch.sync.summation import TreeSum, tree_all_reduce
 from megabatch.tree import deal, folds, largest_nodes, tree_sum
 
 WORLDS = (1, 2, 3, 4, 5, 7, 8)

@@ -1,6 +1,6 @@
 """The bucket engine: gradients in flat buckets, last layer first, summed while backward goes on.
 
-Each micro-batch's gradients go into the buckets of summation.py, which sum them inside a worker;
+Each micro-batch's gradients go into the buckets, which sum them inside a worker (summation.py);
 when a bucket is full for the last time in a step it leaves for the other workers, always in the
 same order on all of them.
 """
@@ -23,8 +23,8 @@ from megabatch.sync import control
 from megabatch.sync.choice import HYBRID
 from megabatch.sync.control import Control
 from megabatch.sync.senders import Exposed, Lane, Planned
-from megabatch.sync.summation import Bucket, OnPhase, TreeSum, buckets_of
-from megabatch.tree import deal
+from megabatch.sync.summation import OnPhase, TreeSum
+from megabatch.tree import TreeNode, deal
 
 _SHORT = 8192
 """numbers of a gradient: to copy them costs less than a call of their own"""
@@ -324,3 +324,80 @@ class GradientSum:
             self._sums[tree] = tree.all_reduce(cluster, own, on_phase)
 
         self._lane.send(work, self._left)
+
+
+# --- the buckets -------------------------------------------------------------------------------
+
+
+def sum_dtype(tensor: Tensor) -> torch.dtype:
+    """What gradients of a tensor are summed in: half precision in fp32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+class Bucket:
+    """Some parameters whose gradients travel together in one flat vector, half ones in fp32."""
+
+    def __init__(self, parameters: list[nn.Parameter], by_tree: bool = True) -> None:
+        self.parameters = parameters
+        self.sizes = [p.numel() for p in parameters]
+        like = parameters[0].detach()
+        self.tree = TreeSum(sum(self.sizes), like.to(sum_dtype(like)), by_tree)
+        self.awaited = set(parameters)
+        """those whose gradients of this micro-batch are not there yet"""
+        self.unreached: set[nn.Parameter] | None = None
+        """those that no backward pass of this step has come to so far (None: there was none)"""
+        self._views: dict[int, list[Tensor]] = {}
+        """of the tree's own vectors, which it uses again and again, by address"""
+
+    def begin(self, count: int, dealt: TreeNode) -> None:
+        for p in self.parameters:
+            p.grad = None
+        self.awaited = set(self.parameters)
+        self.unreached = None
+        self.tree.begin(count, dealt)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A flat vector's pieces, each as its parameter is laid out."""
+        # In each parameter's own layout: else what works on many tensors at once takes them singly.
+        return self._views.get(flat.data_ptr()) or [
+            piece.as_strided(p.shape, p.stride())
+            for piece, p in zip(flat.split(self.sizes), self.parameters, strict=True)
+        ]
+
+    def note_unreached(self) -> None:
+        """Behind a backward pass, while its gradients are where it left them."""
+        some = self.parameters if self.unreached is None else self.unreached
+        self.unreached = {p for p in some if p.grad is None}
+
+    def collect(self) -> Tensor:
+        """Move the parameters' gradients into the tree; returns their sum of squares."""
+        self.note_unreached()
+        flat = self.tree.fresh()
+        # Backward may not have reached all of them.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        views = self._views[flat.data_ptr()] = self.views(flat)
+        torch._foreach_copy_(views, gradients)
+        for p in self.parameters:
+            p.grad = None
+        self.awaited = set(self.parameters)
+        squares = flat.dot(flat)
+        self.tree.push(flat)
+        return squares
+
+
+def buckets_of(
+    parameters: Iterable[nn.Parameter], limit_bytes: float, by_tree: bool = True
+) -> list[Bucket]:
+    """Buckets of about limit_bytes, the last parameters (whose gradients come first) in the first
+    bucket; each of gradients that are summed in one dtype."""
+    buckets: list[list[nn.Parameter]] = []
+    nbytes = 0
+    for p in reversed(list(parameters)):
+        size = p.numel() * p.element_size()
+        other = buckets and sum_dtype(p) != sum_dtype(buckets[-1][0])
+        if not buckets or nbytes + size > limit_bytes or other:
+            buckets.append([])
+            nbytes = 0
+        buckets[-1].append(p)
+        nbytes += size
+    return [Bucket(bucket, by_tree) for bucket in buckets]

@@ -1,10 +1,10 @@
 """One order of summation: a sum over micro-batches along the tree of tree.py, over any number of
-workers, with the same bits; and the buckets, which sum some parameters' gradients so."""
+workers, with the same bits."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -132,80 +132,3 @@ class TreeSum:
 @functools.cache
 def _folds(count: int, dealt: TreeNode) -> list[int]:
     return [fold for node in largest_nodes(count, dealt) for fold in folds(node)]
-
-
-# --- buckets -----------------------------------------------------------------------------------
-
-
-def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """What gradients of a tensor are summed in: half precision in fp32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-class Bucket:
-    """Some parameters whose gradients travel together in one flat vector, half ones in fp32."""
-
-    def __init__(self, parameters: list[nn.Parameter], by_tree: bool = True) -> None:
-        self.parameters = parameters
-        self.sizes = [p.numel() for p in parameters]
-        like = parameters[0].detach()
-        self.tree = TreeSum(sum(self.sizes), like.to(sum_dtype(like)), by_tree)
-        self.awaited = set(parameters)
-        """those whose gradients of this micro-batch are not there yet"""
-        self.unreached: set[nn.Parameter] | None = None
-        """those that no backward pass of this step has come to so far (None: there was none)"""
-        self._views: dict[int, list[Tensor]] = {}
-        """of the tree's own vectors, which it uses again and again, by address"""
-
-    def begin(self, count: int, dealt: TreeNode) -> None:
-        for p in self.parameters:
-            p.grad = None
-        self.awaited = set(self.parameters)
-        self.unreached = None
-        self.tree.begin(count, dealt)
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """A flat vector's pieces, each as its parameter is laid out."""
-        # In each parameter's own layout: else what works on many tensors at once takes them singly.
-        return self._views.get(flat.data_ptr()) or [
-            piece.as_strided(p.shape, p.stride())
-            for piece, p in zip(flat.split(self.sizes), self.parameters, strict=True)
-        ]
-
-    def note_unreached(self) -> None:
-        """Behind a backward pass, while its gradients are where it left them."""
-        some = self.parameters if self.unreached is None else self.unreached
-        self.unreached = {p for p in some if p.grad is None}
-
-    def collect(self) -> Tensor:
-        """Move the parameters' gradients into the tree; returns their sum of squares."""
-        self.note_unreached()
-        flat = self.tree.fresh()
-        # Backward may not have reached all of them.
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        views = self._views[flat.data_ptr()] = self.views(flat)
-        torch._foreach_copy_(views, gradients)
-        for p in self.parameters:
-            p.grad = None
-        self.awaited = set(self.parameters)
-        squares = flat.dot(flat)
-        self.tree.push(flat)
-        return squares
-
-
-def buckets_of(
-    parameters: Iterable[nn.Parameter], limit_bytes: float, by_tree: bool = True
-) -> list[Bucket]:
-    """Buckets of about limit_bytes, the last parameters (whose gradients come first) in the first
-    bucket; each of gradients that are summed in one dtype."""
-    buckets: list[list[nn.Parameter]] = []
-    nbytes = 0
-    for p in reversed(list(parameters)):
-        size = p.numel() * p.element_size()
-        other = buckets and sum_dtype(p) != sum_dtype(buckets[-1][0])
-        if not buckets or nbytes + size > limit_bytes or other:
-            buckets.append([])
-            nbytes = 0
-        buckets[-1].append(p)
-        nbytes += size
-    return [Bucket(bucket, by_tree) for bucket in buckets]
