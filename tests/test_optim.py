@@ -437,6 +437,11 @@ def test_groups_are_made_of_a_module_not_of_its_parameters():
         parameter_groups(nn.Linear(2, 2).parameters(), weight_decay=0.1)
 
 
+def test_weights_without_dimensions_yet_are_no_biases():
+    with pytest.raises(UserError, match=r"the module's 0\.weight has no values yet: call it on"):
+        parameter_groups(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)), weight_decay=0.1)
+
+
 def test_empty_groups_are_left_out():
     assert [g["adapt"] for g in parameter_groups(nn.Linear(2, 2, bias=False), 0.1)] == [True]
     assert [g["adapt"] for g in parameter_groups(nn.LayerNorm((2, 2)), 0.1)] == [False]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from megabatch.errors import UserError
 
@@ -42,6 +43,9 @@ def parameter_groups(
             f"parameter_groups goes by the types of layers, but was given a "
             f"{type(module).__name__}: give the module itself, not its parameters()"
         )
+    for name, p in module.named_parameters():
+        if is_lazy(p):  # of no dimensions yet
+            raise UserError(f"the module's {name} has no values yet: call it on images once")
     trainable = [p for p in module.parameters() if p.requires_grad]
     # An embedding that is also a layer's weight multiplies.
     multiplying = {
