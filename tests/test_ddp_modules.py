@@ -440,6 +440,19 @@ def another_hook(cluster):
         sync.attach(model)
 
 
+def delayed(cluster):
+    """A sum that DDP does not wait for, and plans do not go behind it."""
+    net = Net()
+    late = [("layers.0.bias", net.layers[0].bias)]
+    model = DistributedDataParallel(
+        net,
+        delay_all_reduce_named_params=late,
+        param_to_hook_all_reduce=net.layers[1].weight,
+    )
+    with GradSync(cluster) as sync:
+        sync.attach(model)
+
+
 def another_device(cluster):
     net = Net()
     model = DistributedDataParallel(net)
@@ -480,6 +493,7 @@ SENTENCES = {
     two_modules: "this GradSync is attached already",
     closed: "this GradSync is closed: make another",
     another_hook: "has one already: .*can only be called once",
+    delayed: "delays the sum of some parameters, .* leave delay_all_reduce_named_params away",
     another_device: "this module is on cpu and meta, but the cluster on cpu",
     alone: "sums over workers 0, 1, but the cluster has workers [01]: make the cluster when torch",
     train_in_a_group: "a run has all workers, not a group of them",

@@ -129,6 +129,13 @@ class GradSync:
             raise UserError("this GradSync is closed: make another")
         if self._hook is not None:
             raise UserError("this GradSync is attached already: a module has one of its own")
+        if model._delay_all_reduce_params:
+            # DDP never waits for the sum of these: that of a bucket behind it in the same process
+            # group, which a plan does not use, is all that makes sure that it is there.
+            raise UserError(
+                "this module delays the sum of some parameters, which DDP then leaves to its own "
+                "sums of the others: leave delay_all_reduce_named_params away"
+            )
         cluster = self._cluster
         theirs = dist.get_process_group_ranks(model.process_group)
         ours = (
