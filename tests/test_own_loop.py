@@ -3,10 +3,12 @@ position; closed when its block ends."""
 
 import gc
 import itertools
+import multiprocessing
 
 import pictures
 import pytest
 import torch
+from waiting import PATIENCE_SECONDS
 
 import megabatch as mb
 from megabatch.cluster import Cluster
@@ -155,6 +157,31 @@ def test_mistakes_are_one_sentence():
     with pytest.raises(UserError, match="the loader is closed"):
         loader.validation()
     loader.close()
+
+
+def told(loader, words):
+    for images in (loader.__iter__, loader.validation):
+        try:
+            words.put(len(next(iter(images()))))
+        except UserError as error:
+            words.put(str(error))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads
+def test_a_forked_process_is_told_to_make_its_own():
+    context = multiprocessing.get_context("fork")
+    words = context.SimpleQueue()
+    with mb.Loader(PAIR, batch=16, cluster=worker()) as loader:
+        next(iter(loader))
+        child = context.Process(target=told, args=(loader, words))
+        child.start()
+        child.join(PATIENCE_SECONDS)
+        waited = child.is_alive()
+        child.kill()
+        assert not waited
+        for _ in range(2):
+            assert words.get().startswith("the loader was made in another process")
+        assert len(list(loader)) == 3
 
 
 def test_one_that_is_forgotten_says_so():

@@ -94,7 +94,7 @@ class Loader:
         self.seen = seen
         with made_on_cpu():
             self._loader = StepLoader(train, val, config, cluster, dtype)
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
 
     @property
     def seen(self) -> int:
@@ -125,8 +125,7 @@ class Loader:
         end = (self._seen // self.images + 1) * self.images
         stages = (Stage(0.0, self._batch),)
         while self._seen < end:
-            if self._closed:
-                raise UserError("the loader is closed: iterate inside its with block")
+            self._check()
             step = step_at(stages, self.images, self._seen // self._batch, self._seen)
             for micro in _brought(self._loader.micro_batches(step)):
                 self._seen += self._batch
@@ -135,9 +134,19 @@ class Loader:
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This worker's part of the images held out: over all workers each exactly once, so the
         last batches are smaller, and a worker may have none."""
+        self._check()
+        return _brought(self._loader.validation())
+
+    def _check(self) -> None:
+        """Refuse where nobody would bring the images."""
         if self._closed:
             raise UserError("the loader is closed: iterate inside its with block")
-        return _brought(self._loader.validation())
+        # What reads stayed behind: a fork has no threads, and slots are one process's to take from.
+        if os.getpid() != self._process:
+            raise UserError(
+                "the loader was made in another process, which reads for itself alone: make one "
+                "where it is iterated, and no DataLoader with workers around it"
+            )
 
     def close(self) -> None:
         """End the threads and processes that read."""
