@@ -28,6 +28,7 @@ from megabatch.passes.kinds import Pass, choose_pass
 from megabatch.precision import LossScale, Masters, full_dtype
 from megabatch.sync.buckets import GradientSum
 from megabatch.sync.own_buffers import OwnBuffers
+from megabatch.workers.process import made_in_fp32
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,8 @@ def prepared(
     torch.manual_seed(config.seed)
     net = model
     if net is None:
-        net = models.build(config.model, classes, config.data.channels, config.data.size)
+        with made_in_fp32():  # what is drawn differs by dtype
+            net = models.build(config.model, classes, config.data.channels, config.data.size)
         if not config.zero_gamma:
             open_blocks(net)
     with contextlib.ExitStack() as ending:

@@ -115,7 +115,7 @@ class LossScale:
     def __init__(self, config: Config, device: torch.device) -> None:
         self.dynamic = config.loss_scale is None and config.precision == "fp16"
         first = _FIRST_SCALE if self.dynamic else (config.loss_scale or 1.0)
-        self.value = torch.tensor(first, device=device)
+        self.value = torch.tensor(first, dtype=torch.float32, device=device)
         self._good_steps = torch.tensor(0, device=device)
         self.on = self.dynamic or first != 1.0
 

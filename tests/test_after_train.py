@@ -407,6 +407,20 @@ def test_a_callers_default_device_is_not_the_runs():
         torch.set_default_device(None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_callers_default_dtype_is_not_the_runs(dtype):
+    scaled = replace(SHORT, precision="fp16")
+    bundled, half = mb.train(SHORT, quiet=True), mb.train(scaled, model=net_of(), quiet=True)
+    net = net_of()
+    torch.set_default_dtype(dtype)
+    try:
+        assert mb.train(SHORT, quiet=True).weights_sha256 == bundled.weights_sha256
+        assert mb.train(scaled, model=net, quiet=True).weights_sha256 == half.weights_sha256
+        assert torch.ones(1).dtype == dtype  # it is theirs again
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "", b"bytes", 3])
 def test_what_no_folder_can_be_called_is_one_sentence(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

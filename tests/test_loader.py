@@ -17,6 +17,7 @@ from megabatch.batch import Stage, Step, steps
 from megabatch.cli import main
 from megabatch.cluster import Cluster
 from megabatch.config import Config, Data
+from megabatch.data import augment, resident
 from megabatch.data.jpeg import Encoding
 from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources, staged
@@ -199,6 +200,17 @@ def test_images_that_lie_on_a_device_are_not_brought_there_again(monkeypatch):
     placed = source.part(torch.arange(4)).on(torch.device("cpu"))
     again = placed.on(torch.device("cpu"))
     assert isinstance(placed._source, InWords) and again._source is placed._source
+
+
+def test_a_callers_default_dtype_moves_no_pixel():
+    begin, end = torch.tensor([0.0, 3.0]), torch.tensor([500.0, 400.0])
+    plain = resident._weights(begin, end, 500, 224)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(resident._weights(begin, end, 500, 224), plain)
+        assert augment._of_bytes((0.485, 0.456), 2, torch.device("cpu")).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_what_cannot_be_resident_says_why(packs, tmp_path):

@@ -179,7 +179,8 @@ def _numbers_of(
 @functools.lru_cache(maxsize=64)
 def _of_bytes(values: tuple[float, ...], channels: int, device: torch.device) -> Tensor:
     """Numbers on a scale of 0 to 1 on the bytes' scale, one a channel."""
-    return torch.tensor(values, device=device).mul(255).expand(channels).contiguous()
+    numbers = torch.tensor(values, dtype=torch.float32, device=device)
+    return numbers.mul(255).expand(channels).contiguous()
 
 
 def finish(

@@ -147,9 +147,9 @@ def _weights(begin: Tensor, end: Tensor, pixels: int, size: int) -> Tensor:
     """
     begin, end = begin.double()[:, None], end.double()[:, None]
     step = (end - begin) / size
-    centre = begin + (torch.arange(size, device=begin.device) + 0.5) * step
+    centre = begin + (torch.arange(size, device=begin.device, dtype=begin.dtype) + 0.5) * step
     reach = step.clamp(min=1.0)
-    pixel = torch.arange(pixels, device=begin.device)
+    pixel = torch.arange(pixels, device=begin.device, dtype=begin.dtype)
     distance = (pixel + 0.5 - centre[:, :, None]).abs() / reach[:, :, None]
     inside = (pixel >= begin[:, :, None]) & (pixel < end[:, :, None])
     weights = (1 - distance).clamp(min=0.0) * inside

@@ -131,3 +131,15 @@ def made_on_cpu() -> contextlib.AbstractContextManager[Any]:
     is. A context only where it is needed: each call of torch's takes longer in one."""
     cpu = torch.device("cpu")
     return contextlib.nullcontext() if torch.get_default_device() == cpu else cpu
+
+
+@contextlib.contextmanager
+def made_in_fp32() -> Iterator[None]:
+    """Tensors of floating point are made in fp32 where nothing else is said, whatever dtype a
+    caller has made the default. Not for a whole run: in a module of theirs it is theirs."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
