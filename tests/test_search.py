@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -117,6 +118,12 @@ def test_a_cliff_does_not_hide_a_smaller_cluster():
     assert found.gpus <= 1024
     with pytest.raises(UserError, match=r"no number of dgx-h100's nodes does it in 1 s: the fast"):
         smallest(imagenet("resnet50", 32768), "dgx-h100", 1.0)
+
+
+def test_a_number_of_gpus_may_be_one_of_numpys():
+    config = imagenet("resnet50", 8192, 90.0)
+    ours, theirs = (forecast(config, "dgx-h100", kind(48)) for kind in (int, np.int64))
+    assert theirs == ours
 
 
 def test_a_target_is_searched_for_in_a_second():

@@ -6,6 +6,7 @@ A price does not grow with the number of workers, so a search at 100,000 costs w
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from math import inf
 from typing import Literal, NamedTuple
@@ -50,6 +51,7 @@ def forecast(
 
     `wire` is fp32 unless the config or the caller names another: a search would always take fp16.
     """
+    gpus = operator.index(gpus)  # of numpy's ranges too
     job = Job.of(config, machine, gpus, workload)
     choices = candidates(
         gpus,
