@@ -15,12 +15,11 @@ from megabatch.data.loader import StepLoader
 from megabatch.data.opening import open_sources
 from megabatch.data.paths import moved
 from megabatch.ema import put_averages
-from megabatch.errors import UserError
 from megabatch.own import check_model, named_folder, whose
 from megabatch.parts import prepared
 from megabatch.precision import full_dtype, with_half_weights
 from megabatch.runs import checkpoint
-from megabatch.runs.begun import check_brought, check_run
+from megabatch.runs.begun import check_brought, check_classes, check_run
 from megabatch.runs.progress import counted, counting, say, to_people
 from megabatch.runs.trained import class_names
 from megabatch.runs.verdict import idle_workers
@@ -62,12 +61,8 @@ def evaluate(
         ending.enter_context(compute_settings(config, cluster))
         say(console, f"reading the images: {whose(config)}")
         _, val_set = open_sources(config, data, cluster, training=False)
-        names = list(val_set.class_names)
-        if known is not None and names != known:
-            raise UserError(
-                f"{path} has {_few(names)}, but {run} knows {_few(known)}: give images of the "
-                f"same classes"
-            )
+        if known is not None:
+            check_classes(folder, known, list(val_set.class_names), str(path))
         net = ending.enter_context(prepared(config, cluster, val_set.classes, model))
         ending.enter_context(with_half_weights(net, config))
         checkpoint.load_weights(found, net)
@@ -83,9 +78,3 @@ def evaluate(
         result = score(net, watched, held_out, config, cluster)
     seen = checkpoint.seen(found)
     return {**result, "seen": seen, "checkpoint": str(found), "world": cluster.world}
-
-
-def _few(names: list[str]) -> str:
-    """So many classes, and the first of them by name."""
-    more = ", ..." if len(names) > 3 else ""
-    return f"{len(names)} class{'es' * (len(names) != 1)} ({', '.join(names[:3])}{more})"

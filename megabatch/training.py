@@ -113,9 +113,14 @@ def _train(
         begun = passage.resumes and place is not None
         memory = None if held is None else held.put(parts)
         with passage.as_before():
-            state = folder.begin(resume or begun, parts, memory, passage.begun)
-        if train_set.class_names:
-            folder.write("classes.json", list(train_set.class_names))
+            state = folder.begin(
+                resume or begun,
+                parts,
+                memory,
+                passage.begun,
+                images=images,
+                classes=train_set.class_names,
+            )
 
         if not passage.again:
             log.table(

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from pictures import folder
 from test_train import CONFIG
 from torch import nn
 
 from megabatch import training
+from megabatch.config import Config, Data
 from megabatch.errors import UserError
 from megabatch.launch import run_local
 from megabatch.optim import LARS, parameter_groups
@@ -170,6 +172,42 @@ def test_a_run_is_not_overwritten_nor_resumed_as_another(finished):
 def test_resuming_where_nothing_is_yet_begins(tmp_path):
     config = replace(DETERMINISTIC, epochs=0.1, lr=replace(CONFIG.lr, warmup=0), stages=())
     assert train(config, out=tmp_path / "new", resume=True, quiet=True).steps == 2
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_goes_on_with_the_images_it_began_with(world, tmp_path):
+    """Their number makes their order and the run's length; the names of the classes, their
+    labels."""
+    images, out = folder(tmp_path / "images", each=6), tmp_path / "run"
+    data = Data(path=str(images), channels=3, size=16, threads=1)
+    config = Config(model="small", epochs=1, batch=6, micro=3, span=3, data=data)
+    config = replace(config, lr=replace(config.lr, warmup=0))
+
+    def resumed():
+        return (
+            train_quietly(config, out) if world == 1 else run_local(2, train_quietly, config, out)
+        )
+
+    def kept():
+        return {path: path.read_bytes() for path in out.rglob("*") if path.suffix == ".json"}
+
+    whole = resumed()
+    before = kept()
+    shutil.copy(images / "train/ant/0.JPEG", images / "train/ant/new.JPEG")
+    with pytest.raises(UserError, match="begun with 18 images to train on, and there are 19 now"):
+        resumed()
+    (images / "train/ant/new.JPEG").unlink()
+    for part in ("train", "val"):
+        (images / part / "ant").rename(images / part / "wasp")
+    words = rf"3 classes \(bee, cat, wasp\), but {out} knows 3 classes \(ant, bee, cat\)"
+    with pytest.raises(UserError, match=words):
+        resumed()
+    assert {path for path, text in kept().items() if text != before[path]} <= {
+        out / "environment.json"
+    }
+    shutil.rmtree(out / "checkpoints")  # nothing of what it learnt is left: they may be others
+    assert resumed().steps == whole.steps
+    assert json.loads((out / "classes.json").read_text()) == ["bee", "cat", "wasp"]
 
 
 def test_a_stop_in_the_last_steps_leaves_the_evaluation_to_the_resumed_run(

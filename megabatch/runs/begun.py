@@ -4,13 +4,17 @@ instead. Needs no torch."""
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from pathlib import Path
 
 from megabatch.config import Config
 from megabatch.errors import UserError
-from megabatch.host.durable import is_plain
+from megabatch.host.durable import is_plain, read_plain
 from megabatch.runs.record import is_run
+
+_MOST_NAMES = 64 << 20
+"""bytes of a million classes' names"""
 
 
 def check_run(path: Path, otherwise: str = "") -> None:
@@ -73,6 +77,35 @@ def check_place(path: Path, config: Config, resume: bool) -> None:
             f"{path} was begun with {difference}: resume with the same settings, or name another "
             f"--out"
         )
+
+
+def written_classes(run: Path) -> list[str] | None:
+    """The names of a run's classes, by label, where it wrote them."""
+    written = run / "classes.json"
+    if not written.exists():
+        return None
+    try:
+        names = json.loads(read_plain(written, _MOST_NAMES))
+    except (OSError, ValueError, RecursionError):
+        names = None
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        return names
+    raise UserError(f"{written} is not a list of names: repair or remove it")
+
+
+def check_classes(run: Path, known: list[str], found: list[str], images: str) -> None:
+    """Refuse images whose labels mean other classes than a run knows."""
+    if found != known:
+        raise UserError(
+            f"{images} has {_few(found)}, but {run} knows {_few(known)}: give images of the same "
+            f"classes"
+        )
+
+
+def _few(names: list[str]) -> str:
+    """So many classes, and the first of them by name."""
+    more = ", ..." if len(names) > 3 else ""
+    return f"{len(names)} class{'es' * (len(names) != 1)} ({', '.join(names[:3])}{more})"
 
 
 def check_writable(path: Path) -> None:

@@ -13,7 +13,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from io import FileIO
 from pathlib import Path
@@ -26,10 +26,11 @@ from megabatch.config import Config
 from megabatch.errors import RunFailed, UserError
 from megabatch.host.durable import is_plain, lock, read_plain, write_whole
 from megabatch.noise import NoiseScale, following_batch
+from megabatch.own import whose
 from megabatch.runs import checkpoint
 from megabatch.runs.alive import mark
 from megabatch.runs.background import Background
-from megabatch.runs.begun import check_place
+from megabatch.runs.begun import check_classes, check_place, written_classes
 from megabatch.runs.checkpoint import Saved, Snapshot
 from megabatch.runs.log import drop_after, environment
 from megabatch.runs.loggers import finite
@@ -43,6 +44,9 @@ class State:
 
     seen: int = 0
     steps: int = 0
+    images: int | None = None
+    """that are trained on: the clock and the order count them; None: the run was begun before this
+    was kept"""
     batch: int | None = None
     """the present batch, where it follows the noise"""
     proposed: int = 0
@@ -104,7 +108,7 @@ class State:
         since["training_seconds"] = saved.get("seconds", 0.0)
         state = State(**{**since, **saved, "noise": NoiseScale(**saved["noise"])})
         counts = [state.seen, state.steps, state.settled, state.proposed, state.skipped]
-        counts += [state.batch or 0]
+        counts += [state.batch or 0, state.images or 0]
         seconds = state.seconds, state.training_seconds, state.worker_seconds or 0.0
         numbers = (*asdict(state.noise).values(), *seconds, *state.evaluation.values())
         numbers = (*numbers, state.best_top1, *state.last_top1s)
@@ -171,26 +175,40 @@ class RunFolder:
         saved: Saved,
         held: State | None = None,
         begun: Callable[[], object] = lambda: None,
+        *,
+        images: int | None = None,
+        classes: Sequence[str] = (),
     ) -> State:
         """The state a run begins with: nothing seen, or the newest good checkpoint's, or what its
-        workers hold of it. `begun` is called before the folder is first written to."""
+        workers hold of it. `begun` is called before the folder is first written to. A run goes on
+        with as many `images` to train on as it began with, of the same `classes`, where they have
+        names."""
         if self.path is None:
             if resume:
                 raise UserError("resume was asked for but no run folder was named: give out")
             begun()
-            return held or State()
-        found = self._cluster.agree(lambda: self._open(resume, begun))
+            return held or State(images=images)
+        found = self._cluster.agree(lambda: self._open(resume, begun, classes))
         state = held or State()
         if found is not None and held is None:
             with checkpoint.fitting(found):
                 state = State.of(checkpoint.load(found, saved), len(self._config.all_stages))
+        if None not in (state.images, images) and state.images != images:
+            raise UserError(
+                f"{self.path} was begun with {state.images:,} images to train on, and there are "
+                f"{images:,} now: their order and the run's length follow from how many they are; "
+                f"bring back those it had, or name another --out"
+            )
+        state.images = images
         if self._writes:
             # What is due after the last step will be done again.
             evaluated = state.seen if state.settled == state.steps else state.seen - 1
             drop_after(self.path / "metrics.jsonl", evaluated, state.steps - len(state.pending))
         return state
 
-    def _open(self, resume: bool, begun: Callable[[], object]) -> Path | None:
+    def _open(
+        self, resume: bool, begun: Callable[[], object], classes: Sequence[str]
+    ) -> Path | None:
         assert self.path is not None
         written, config = self.path / "config.json", self._config.to_json()
         try:
@@ -200,17 +218,24 @@ class RunFolder:
             metrics = self.path / "metrics.jsonl"
             if metrics.exists() and not is_plain(metrics):
                 raise UserError(f"{metrics} is not a plain file: remove it")
+            found = checkpoint.newest(self.path / "checkpoints")
+            # A run that has not learnt anything yet may begin with others.
+            known = written_classes(self.path) if found is not None and classes else None
+            if known is not None:
+                check_classes(self.path, known, list(classes), whose(self._config))
             begun()
             if not written.exists() or written.read_text() != config:
                 write_whole(written, config.encode())
             environs = {**environment(), "world": self._cluster.world, "process": mark()}
             environs["launch"] = _launch()
             _write_json(self.path / "environment.json", environs)
+            if classes:
+                _write_json(self.path / "classes.json", list(classes))
         except OSError as error:
             raise UserError(
                 f"the run folder {self.path} cannot be written: {error.strerror or error}"
             ) from error
-        return checkpoint.newest(self.path / "checkpoints")
+        return found
 
     def _relaunched(self) -> bool:
         """Whether torchrun has started these workers anew, for the run that is here: one failed, or

@@ -6,7 +6,6 @@ The weights are those that evaluation uses: their moving average where the run k
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,14 +25,11 @@ from megabatch.data.packs.reading import Arena, Pack
 from megabatch.data.source import InMemory
 from megabatch.ema import put_averages
 from megabatch.errors import UserError
-from megabatch.host.durable import read_plain
 from megabatch.runs import checkpoint
-from megabatch.runs.begun import check_run
+from megabatch.runs.begun import check_run, written_classes
 
 _ODD = 7919
 """a number of classes that no other dimension of a net has"""
-_MOST_NAMES = 64 << 20
-"""bytes of a million classes' names"""
 
 
 @dataclass(frozen=True)
@@ -158,15 +154,8 @@ def _shapes(config: Config, classes: int) -> dict[str, list[int]]:
 
 def class_names(run: Path, config: Config) -> list[str] | None:
     """From the run's classes.json, or from its data where that is still there."""
-    written = run / "classes.json"
-    if written.exists():
-        try:
-            names = json.loads(read_plain(written, _MOST_NAMES))
-        except (OSError, ValueError, RecursionError):
-            names = None
-        if isinstance(names, list) and all(isinstance(name, str) for name in names):
-            return names
-        raise UserError(f"{written} is not a list of names: repair or remove it")
+    if (written := written_classes(run)) is not None:
+        return written
     if config.data.kind == "digits":
         return [str(digit) for digit in range(10)]
     path = Path(config.data.path)
