@@ -514,6 +514,24 @@ def test_copies_in_half_are_written_with_their_weights(make):
     assert_same(halves.values(), [p.to(torch.bfloat16) for p in twins[:2]])
 
 
+@every_optimizer
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_scripts_default_dtype_rounds_no_factor(make, default):
+    """It is how a net in half is built: 0.999 would be 1."""
+    for dtype in (torch.bfloat16, torch.float32):
+        weights, twins = weights_of(dtype=dtype), weights_of(dtype=dtype)
+        run(make(twins, 5.0), twins, range(5))
+        optimizer = make(weights, 5.0)
+        for t in range(5):
+            give_gradients(weights, t)
+            torch.set_default_dtype(default)
+            try:
+                optimizer.step()
+            finally:
+                torch.set_default_dtype(torch.float32)
+        assert_same(weights, twins)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # in torch's compiler
 @pytest.mark.parametrize(
     ("make", "backend"),

@@ -278,7 +278,7 @@ def unrounded(factor: Number, like: Tensor) -> Number:
     torch's optimisers, one by one, do not."""
     if isinstance(factor, Tensor) or not like.is_cpu or like.dtype.itemsize >= 4:
         return factor
-    return torch.tensor(factor)
+    return torch.tensor(factor, dtype=torch.float32)  # whatever dtype a caller has made the default
 
 
 def gated(factor: Number, good: Tensor | None, like: Tensor, closed: float) -> Number:

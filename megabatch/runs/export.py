@@ -121,7 +121,7 @@ class _WithScale(nn.Module):
         super().__init__()
         self.net = trained.net
         for name, values in (("mean", trained.mean), ("std", trained.std)):
-            self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.net((images - self.mean) / self.std)
