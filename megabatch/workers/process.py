@@ -95,27 +95,32 @@ def _outside_autocast(device_type: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _whole_products() -> Iterator[None]:
     """fp32 is multiplied as where nobody has said anything: whole, but for a GPU's convolutions in
-    tf32. A caller may have said otherwise, by one name for all devices or by one for each."""
+    tf32. A caller may have said otherwise, by one name for all devices or by one for each; what is
+    right already is left alone, for who says something is no longer asked for what follows from
+    another setting."""
     settings: Any = torch.backends
-    places = [
-        settings.mkldnn.matmul, settings.mkldnn.conv, settings.cuda.matmul,
-        settings.cudnn.conv, settings.cudnn.rnn,
-    ]  # fmt: skip
-    before = [place.fp32_precision for place in places]
-    by_one_name = _if_one(torch.get_float32_matmul_precision)
-    of_cudnn = _if_one(lambda: settings.cudnn.allow_tf32)
-    torch.set_float32_matmul_precision("highest")
-    settings.mkldnn.conv.fp32_precision = "ieee"
-    settings.cudnn.allow_tf32 = True
-    try:
+    whole = settings.mkldnn.matmul, settings.mkldnn.conv, settings.cuda.matmul
+    with contextlib.ExitStack() as ending:
+        by_one_name = _if_one(torch.get_float32_matmul_precision)
+        if by_one_name not in (None, "highest"):
+            torch.set_float32_matmul_precision("highest")
+            ending.callback(torch.set_float32_matmul_precision, by_one_name)
+        if _if_one(lambda: settings.cudnn.allow_tf32) is False:
+            settings.cudnn.allow_tf32 = True
+            ending.callback(setattr, settings.cudnn, "allow_tf32", False)
+        for place in (*whole, settings.cudnn.conv, settings.cudnn.rnn):
+            before = place.fp32_precision
+            if before not in (("none", "ieee") if place in whole else ("tf32",)):
+                ending.callback(_give_back, place, before)
+                place.fp32_precision = "ieee" if place in whole else "tf32"
         yield
-    finally:
-        if by_one_name is not None:
-            torch.set_float32_matmul_precision(by_one_name)
-        if of_cudnn is not None:
-            settings.cudnn.allow_tf32 = of_cudnn
-        for place, precision in zip(places, before, strict=True):
-            place.fp32_precision = precision
+
+
+def _give_back(place: Any, precision: str) -> None:
+    """What it follows from another setting it is to follow again."""
+    place.fp32_precision = "none"
+    if place.fp32_precision != precision:
+        place.fp32_precision = precision
 
 
 def _if_one(ask: Callable[[], T]) -> T | None:
