@@ -62,10 +62,10 @@ def train(
     opened them, for one run after another: they stay the caller's.
     """
     config = checked(config, model, data)
-    check_loggers(loggers)
+    given = check_loggers(loggers)
     place = None if out is None else named_folder(out, "out")
     # Of their failures a quiet run tells too: whoever gave them waits for what they write.
-    theirs = [Theirs(one, functools.partial(say, to_people())) for one in loggers]
+    theirs = [Theirs(one, functools.partial(say, to_people())) for one in given]
 
     def run(cluster: Cluster, passage: Passage[Memory]) -> Summary:
         return _train(config, model, data, sources, cluster, passage, place, resume, quiet, theirs)

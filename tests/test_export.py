@@ -1,7 +1,10 @@
 """Leaving with the model: what is exported, and predicted, is what the run evaluates."""
 
 import contextlib
+import hashlib
 import json
+import math
+import shutil
 from dataclasses import replace
 
 import numpy
@@ -12,7 +15,7 @@ from commands import last_json, megabatch
 from PIL import Image
 from run_folders import real_run
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits, load_sample_images
 
 import megabatch as mb
@@ -194,8 +197,6 @@ def test_torchvisions_names_and_shapes(runs, tmp_path):
 
 
 def test_names_of_classes(runs, tmp_path):
-    import shutil
-
     run = tmp_path / "run"
     shutil.copytree(runs / "photographs", run)
     assert trained.load(run).classes == ["flower <b>", "temple"]  # from the data
@@ -223,6 +224,22 @@ def test_bad_images_are_named_and_the_others_told(runs, tmp_path):
         megabatch("predict", runs / "photographs", torn, good, text, "--json"), status=1
     )
     assert ["error" in image for image in told["images"]] == [True, False, True]
+
+
+def test_a_net_that_says_no_numbers_predicts_nothing(runs, tmp_path):
+    run, image = tmp_path / "run", sorted((runs / "set" / "val").rglob("*.jpg"))[0]
+    shutil.copytree(runs / "photographs", run)
+    (saved,) = (run / "checkpoints").iterdir()
+    weights = load_file(saved / checkpoint.WEIGHTS)
+    next(weight for name, weight in weights.items() if name.endswith("bias")).fill_(math.nan)
+    save_file(weights, saved / checkpoint.WEIGHTS)
+    written = (saved / checkpoint.WEIGHTS).read_bytes()
+    entries = json.loads((saved / "manifest.json").read_bytes())["files"]
+    digest = hashlib.sha256(written).hexdigest()
+    entries[checkpoint.WEIGHTS] = {"nbytes": len(written), "sha256": digest}
+    (saved / "manifest.json").write_bytes(checkpoint._manifest(entries))
+    (told,) = last_json(megabatch("predict", run, image, "--json"), status=1)["images"]
+    assert told == {"image": str(image), "error": f"what the net says of {image} is no number"}
 
 
 def test_mistakes_are_one_sentence(runs, tmp_path):

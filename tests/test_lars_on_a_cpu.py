@@ -1,6 +1,9 @@
 """LARS where the host computes it: torch's fused SGD against the plain twin, norms by rows, weights
 in lists that a cache holds."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -125,6 +128,32 @@ def test_weights_that_move_between_steps_are_found_where_they_lie():
         weights[0].data = weights[0].data.clone()
     for one, other in zip(weights, twins, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-7)
+
+
+def test_a_weight_that_is_turned_where_it_lies_is_found_so():
+    turned, twin = ([nn.Parameter(torch.arange(9.0).view(3, 3))] for _ in range(2))
+    for weights, fused in ((turned, True), (twin, False)):
+        optimizer = LARS(weights, 0.1, trust=None, form="pytorch", fused=fused)
+        for t in range(3):
+            give_gradients(weights, t)
+            optimizer.step()
+            weights[0].data = weights[0].data.t()
+    torch.testing.assert_close(turned, twin, rtol=2e-6, atol=1e-7)
+
+
+def test_weights_that_are_nobodys_any_more_are_not_kept():
+    weights = weights_of()
+    optimizer = LARS(weights, 0.1, fused=True)
+    give_gradients(weights, 0)
+    optimizer.step()
+    seen = [weakref.ref(weight) for weight in weights]
+    optimizer.param_groups[0]["params"] = others = weights_of(1)
+    optimizer.state.clear()
+    give_gradients(others, 1)
+    optimizer.step()
+    del weights
+    gc.collect()
+    assert not any(one() is not None for one in seen)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -97,6 +97,12 @@ def test_a_logger_changes_nothing(plain):
     assert len(one.records) == len(two.records)
 
 
+def test_loggers_that_can_be_asked_for_once_hear_of_it_all():
+    notes = Notes()
+    train(CONFIG, quiet=True, loggers=(one for one in [notes]))
+    assert notes.records and notes.ends == 1
+
+
 def test_a_logger_that_fails_is_one_warning_and_the_run_goes_on(plain, capfd):
     broken, well = Broken(), Notes()
     summary = train(CONFIG, quiet=True, loggers=[broken, well])

@@ -19,7 +19,7 @@ from megabatch.batch import Stage, step_at
 from megabatch.cluster import Cluster
 from megabatch.data.opening import open_sources
 from megabatch.elastic.supervisor import Losses
-from megabatch.elastic.worlds import meet
+from megabatch.elastic.worlds import join_others
 from megabatch.errors import RunFailed
 from megabatch.launch import run_local
 from megabatch.runs import checkpoint
@@ -152,7 +152,7 @@ class SpoiltAndLost(Spoilt):
 
 
 def diverging_and_lost(config, lost):
-    cluster = meet(device="cpu")
+    cluster = join_others(device="cpu")
     try:
         train(config, SpoiltAndLost(1, 3, lost), cluster=cluster, quiet=True)
     finally:
@@ -203,7 +203,7 @@ def step_of_stage(config, stage):
 
 
 def changing(config, at):
-    cluster = meet(device="cpu")
+    cluster = join_others(device="cpu")
     try:
         train(config, Spoilt(1, at), cluster=cluster, quiet=True)
     finally:

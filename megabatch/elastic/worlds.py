@@ -113,7 +113,7 @@ def _heeding(link: Link, micro_batches: Iterable[T]) -> Iterator[T]:
         yield micro
 
 
-def meet(grid: tuple[int, int] | None = None, device: str = "auto") -> Cluster:
+def join_others(grid: tuple[int, int] | None = None, device: str = "auto") -> Cluster:
     """Join the others; where one is lost before all have met, those that are left. A grid is for as
     many workers as it holds, now or later; one worker needs none."""
     link = supervised()

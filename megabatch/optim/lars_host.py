@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.optim.lars_step import Settings, ratios_of, update
 from megabatch.optim.layerwise import Adaptation
-from megabatch.optim.layout import dense, in_order, laid_alike, laid_as
+from megabatch.optim.layout import dense, laid_alike, laid_as, one_run
 
 _LEAST = 1e-8
 """of a factor: 1 - (1 - factor) has lost half of its digits there"""
@@ -39,8 +40,8 @@ class FusedSGD:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Tensor, _Lying] = {}
-        """by the first weight"""
+        self._kept = WeakTensorKeyDictionary()
+        """by the first weight, for as long as that is somebody's"""
 
     def __call__(
         self,
@@ -72,7 +73,7 @@ class FusedSGD:
             parts = [slice(i, i + 1) for i in range(len(weights))]
         if any(0 < factor < _LEAST for factor in factors):
             return update(*plain)
-        runs = [in_order(gradient) for gradient in gradients]
+        runs = [one_run(gradient) for gradient in gradients]
         for part, factor in zip(parts, factors, strict=True):
             torch._fused_sgd_(
                 lying.weights[part],
@@ -94,8 +95,9 @@ class FusedSGD:
         """None for weights that the kernel does not take."""
         # What is kept keeps its memory: nothing else can come to lie at the same address.
         addresses = [tensor.data_ptr() for tensor in (*weights, *buffers)]
-        kept = self._kept.get(weights[0])
-        if kept is not None and kept.addresses == addresses:
+        strides = [weight.stride() for weight in weights]
+        kept: _Lying | None = self._kept.get(weights[0])
+        if kept is not None and (kept.addresses, kept.strides) == (addresses, strides):
             return kept
         first = weights[0]
         if first.dtype != torch.float32 or not first.is_cpu or not all(map(dense, weights)):
@@ -105,9 +107,9 @@ class FusedSGD:
                 buffer.data = laid_as(buffer, weight)
         kept = self._kept[first] = _Lying(
             [tensor.data_ptr() for tensor in (*weights, *buffers)],
-            [weight.stride() for weight in weights],
-            [in_order(weight) for weight in weights],
-            [in_order(buffer) for buffer in buffers],
+            strides,
+            [one_run(weight.detach()) for weight in weights],
+            [one_run(buffer) for buffer in buffers],
         )
         return kept
 

@@ -30,7 +30,7 @@ def flat(tensor: Tensor) -> Tensor:
     return _as_one_run(tensor) if dense(tensor) else tensor.reshape(-1)
 
 
-def in_order(tensor: Tensor) -> Tensor:
+def one_run(tensor: Tensor) -> Tensor:
     """The numbers of a dense tensor, contiguous: itself, or a flat view."""
     return tensor if tensor.is_contiguous() else _as_one_run(tensor)
 

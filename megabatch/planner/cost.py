@@ -17,6 +17,7 @@ from typing import NamedTuple
 from megabatch.errors import UserError
 from megabatch.planner.machine import Machine
 from megabatch.plans.phase import CLOSES, Phase, Plan, check
+from megabatch.plans.wiring import largest_power_of_two
 
 
 class Price(NamedTuple):
@@ -163,7 +164,7 @@ def legs(plan: Plan, y: int, x: int, machine: Machine) -> Iterator[PricedPhase]:
                 cost.byte_work * held * in_play,
             )
         if phase.op == "reduce_scatter":
-            holders = line.members if phase.wiring == "ring" else _power_of_two(line.members)
+            holders = line.members if phase.wiring == "ring" else largest_power_of_two(line.members)
             held /= holders
             in_play *= holders / line.members
         elif phase.op == "reduce":
@@ -206,17 +207,13 @@ def _chain(line: Line, machine: Machine) -> Price:
 def _halving(line: Line, machine: Machine) -> Price:
     """Swaps at distance 1, 2, 4, ...; blocks of other sizes hand theirs to the next larger one."""
     latency = seconds = 0.0
-    largest = _power_of_two(line.members)
+    largest = largest_power_of_two(line.members)
     handed = _handed_over(line.members)
     for distance, hop, pace in _swaps(line, machine):
         swapped = 0.5 / distance if 2 * distance <= largest else 0.0
         latency += hop
         seconds += max(swapped, handed.get(distance, 0.0)) * pace
     return Price(latency, seconds)
-
-
-def _power_of_two(limit: int) -> int:
-    return 1 << limit.bit_length() - 1
 
 
 def _handed_over(members: int) -> dict[int, float]:

@@ -62,7 +62,7 @@ def ring_held(me: int, members: int) -> Slice:
 
 
 def halving_held(me: int, members: int) -> Slice | None:
-    largest = _power_of_two(members)
+    largest = largest_power_of_two(members)
     return _halved(me, largest) if me < largest else None
 
 
@@ -84,16 +84,16 @@ WIRINGS: dict[str, Wiring] = {
 }
 
 
-def _power_of_two(limit: int) -> int:
+def largest_power_of_two(limit: int) -> int:
     return 1 << limit.bit_length() - 1
 
 
 def _block(me: int, members: int) -> tuple[int, int]:
     """First member and size of the power-of-two block that a member belongs to."""
-    first, size = 0, _power_of_two(members)
+    first, size = 0, largest_power_of_two(members)
     while me >= first + size:
         first += size
-        size = _power_of_two(members - first)
+        size = largest_power_of_two(members - first)
     return first, size
 
 

@@ -150,10 +150,15 @@ def _failures_said_once() -> Iterator[None]:
 
 def finite(record: Fields) -> dict[str, Any]:
     """A copy with None for infinities and nan, which JSON has no word for."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
+    return {name: _finite(value) for name, value in record.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return finite(value)
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Theirs:
@@ -189,11 +194,12 @@ class Theirs:
             )
 
 
-def check_loggers(loggers: Iterable[Any]) -> None:
-    """Refuse what is no logger before anything is begun."""
+def check_loggers(loggers: Iterable[Any]) -> list[Logger]:
+    """The loggers; what is none is refused before anything is begun."""
     if not isinstance(loggers, Iterable):
         raise UserError(f"loggers is a {type(loggers).__name__}: give a list, loggers=[...]")
-    for one in loggers:
+    given = list(loggers)
+    for one in given:
         if isinstance(one, type):
             raise UserError(f"the logger {one.__name__} is a class: give {one.__name__}()")
         for method in ("begin", "write", "end"):
@@ -202,6 +208,7 @@ def check_loggers(loggers: Iterable[Any]) -> None:
                     f"the logger {type(one).__name__} has no method {method}: a logger has begin, "
                     f"write and end"
                 )
+    return given
 
 
 def _frozen(record: Fields) -> Fields:

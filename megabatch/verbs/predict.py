@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,6 +89,9 @@ def _predicted(trained: Any, names: tuple[str, ...], top: int) -> list[dict[str,
         for name, likeliest, classes in zip(
             readable, values.tolist(), labels.tolist(), strict=True
         ):
+            if not math.isfinite(sum(likeliest)):
+                found[name]["error"] = f"what the net says of {name} is no number"
+                continue
             found[name]["top"] = [
                 {"class": trained.classes[label], "label": label, "probability": probability}
                 for label, probability in zip(classes, likeliest, strict=True)

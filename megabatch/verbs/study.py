@@ -17,7 +17,7 @@ import tyro
 from megabatch.cluster import Cluster
 from megabatch.config import Config
 from megabatch.elastic.supervisor import Losses
-from megabatch.elastic.worlds import Passage, in_worlds, meet
+from megabatch.elastic.worlds import Passage, in_worlds, join_others
 from megabatch.errors import DONE, FAILED, STOPPED, UserError, nearest
 from megabatch.recipes.by_batch import fitted
 from megabatch.study.arms import ARMS
@@ -149,7 +149,7 @@ def study_here(plan: StudyPlan, out: str, flags: SweepFlags) -> tuple[bool, str]
             progress=progress,
         )
 
-    cluster = meet(None, flags.device)
+    cluster = join_others(None, flags.device)
     try:
         return in_worlds(cluster, run)
     finally:

@@ -16,7 +16,7 @@ import tyro
 from megabatch import models, recipes
 from megabatch.config import Config
 from megabatch.elastic.supervisor import Losses
-from megabatch.elastic.worlds import meet
+from megabatch.elastic.worlds import join_others
 from megabatch.errors import DONE, STOPPED, UserError
 from megabatch.runs.loggers import finite
 from megabatch.runs.record import is_run
@@ -160,7 +160,7 @@ def train_here(
     from megabatch.training import train
 
     loggers = [MLPerf(Path(out) / "mlperf.log")] if log_mlperf else []
-    cluster = meet(grid, device)
+    cluster = join_others(grid, device)
     try:
         summary = train(config, cluster=cluster, out=out, resume=resume, loggers=loggers)
     finally:

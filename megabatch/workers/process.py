@@ -99,7 +99,7 @@ def _whole_products() -> Iterator[None]:
     right already is left alone, for who says something is no longer asked for what follows from
     another setting."""
     settings: Any = torch.backends
-    whole = settings.mkldnn.matmul, settings.mkldnn.conv, settings.cuda.matmul
+    products = settings.mkldnn.matmul, settings.mkldnn.conv, settings.cuda.matmul
     with contextlib.ExitStack() as ending:
         by_one_name = _if_one(torch.get_float32_matmul_precision)
         if by_one_name not in (None, "highest"):
@@ -108,11 +108,11 @@ def _whole_products() -> Iterator[None]:
         if _if_one(lambda: settings.cudnn.allow_tf32) is False:
             settings.cudnn.allow_tf32 = True
             ending.callback(setattr, settings.cudnn, "allow_tf32", False)
-        for place in (*whole, settings.cudnn.conv, settings.cudnn.rnn):
+        for place in (*products, settings.cudnn.conv, settings.cudnn.rnn):
             before = place.fp32_precision
-            if before not in (("none", "ieee") if place in whole else ("tf32",)):
+            if before not in (("none", "ieee") if place in products else ("tf32",)):
                 ending.callback(_give_back, place, before)
-                place.fp32_precision = "ieee" if place in whole else "tf32"
+                place.fp32_precision = "ieee" if place in products else "tf32"
         yield
 
 
