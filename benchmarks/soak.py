@@ -36,7 +36,7 @@ from machine import on_cores
 import megabatch as mb
 from megabatch.elastic.processes import all_processes
 from megabatch.elastic.supervisor import Losses
-from megabatch.elastic.worlds import meet
+from megabatch.elastic.worlds import join_others
 from megabatch.launch import run_local
 
 WORKERS = 3
@@ -57,7 +57,7 @@ CONFIG = replace(
 
 def work(out: str, resume: bool) -> tuple[str, str]:
     """As megabatch train's own worker, without a word."""
-    cluster = meet(device="cpu")
+    cluster = join_others(device="cpu")
     try:
         summary = mb.train(CONFIG, cluster=cluster, out=out, resume=resume, quiet=True)
     finally:

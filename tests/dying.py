@@ -24,7 +24,7 @@ from megabatch.config import Config, Data, LearningRate, OptimizerConfig
 from megabatch.elastic.heeding import HeedingStore
 from megabatch.elastic.processes import children
 from megabatch.elastic.supervisor import Losses
-from megabatch.elastic.worlds import meet
+from megabatch.elastic.worlds import join_others
 from megabatch.launch import run_local
 from megabatch.runs import checkpoint
 from megabatch.runs.folder import RunFolder
@@ -77,7 +77,7 @@ def train_dying(config, folder, deaths, how=signal.SIGKILL, make=None):
     for death in deaths:
         _arm(folder, death, how)
     _note_belongings(folder)
-    cluster = meet(device="cpu")
+    cluster = join_others(device="cpu")
     try:
         net = None if make is None else make()
         return training.train(config, net, cluster=cluster, out=folder / "run", quiet=True)

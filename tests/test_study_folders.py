@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from studies import changed, made_up_run
 
+import megabatch as mb
 from megabatch.cli import main
 from megabatch.errors import DONE, UserError
 from megabatch.study import sweep
@@ -85,6 +86,51 @@ def test_another_recipe_is_refused_at_other_batches_too(finished, flags, setting
     said = capfd.readouterr().err
     assert f"64-s0 was begun with {setting}" in said.replace("'", "")
     assert "a study compares runs of one recipe" in said and not (finished / "128-s0").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--epochs", "0.2"], "64-s0 was begun with epochs 0.1 but 0.2"),
+        (["--epochs", "0.1", "--lr.reference", "3"], "64-s0 was begun with lr.reference 64 but 3"),
+    ],
+)
+def test_another_recipe_is_refused_from_other_seeds_too(finished, flags, says, capfd):
+    """They would be one mean."""
+    line = ["study", "digits", "--batches", "64", "--seed", "1", *flags, *HERE]
+    assert main([*line, "--out", str(finished)]) == 2
+    assert says in capfd.readouterr().err.replace("'", "")
+    assert not (finished / "64-s1").exists()
+
+
+def test_an_arm_of_other_flags_wants_another_name(tmp_path, capfd):
+    out, cell = tmp_path / "study", ["--out", str(tmp_path / "study")]
+    line = ["study", *ONE, *cell, "--arms"]
+    assert main([*line, "x=--optimizer.momentum 0.5"]) == DONE
+    page = (out / "report.html").read_text()
+    assert "--optimizer.momentum 0.5" in page
+    for other in ([], ["--seed", "1"], ["--batches", "128"]):
+        assert main([*line, "x=--optimizer.momentum 0.1", *other]) == 2
+        said = capfd.readouterr().err
+        assert "64-x-s0" in said and "momentum" in said
+    assert sorted(path.name for path in out.glob("*-x-*")) == ["64-x-s0"]
+    label = out / "64-x-s0/trial.json"
+    written = json.loads(label.read_text())
+    assert written.pop("flags") == "--optimizer.momentum 0.5"
+    label.write_text(json.dumps(written))  # as it was before labels had them
+    assert main([*line, "x=--optimizer.momentum 0.5"]) == DONE
+    assert json.loads(label.read_text()) == {**written, "flags": "--optimizer.momentum 0.5"}
+
+
+def test_a_search_that_chooses_otherwise_makes_no_mean_of_two_rates(tmp_path):
+    """Nor where only seeds are asked for that were not there."""
+    folder = made_up_run(tmp_path, 64, 0, 0.9, factor=0.5)
+    config = mb.recipes.named("digits", epochs=4, batch=64)
+    made_up_run(tmp_path, 64, 0, 0.8, kind="rate", factor=2.0, config=config)
+    plan = StudyPlan({(RECIPE, 64): config}, range(1, 2))
+    words = f"{folder} was run at 0.5 times its rate, and the search now chooses 2 times"
+    with pytest.raises(UserError, match=words):
+        check_study(plan, tmp_path)
 
 
 def test_rate_and_optimizer_may_go_with_the_batch(tmp_path):

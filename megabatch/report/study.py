@@ -166,7 +166,7 @@ def _arms(study: Study) -> str:
     rows = []
     for cell in cells:
         diff = study.against_recipe(cell)
-        says = ARMS[cell.arm].says if cell.arm in ARMS else "of its own flags"
+        says = ARMS[cell.arm].says if cell.arm in ARMS else cell.flags or "of its own flags"
         failed = sum(run.failure is not None for run in cell.runs)
         rows.append(
             (
@@ -176,7 +176,7 @@ def _arms(study: Study) -> str:
                 f"{len(cell.finished)}" + (f", {failed} failed" if failed else ""),
                 count(cell.summary("steps").value),
                 percent(mean(cell.top1s).value),
-                f"<b>{_points(diff)}</b>",
+                _surely(diff),
                 _half(diff),
             )
         )
@@ -249,7 +249,7 @@ def _time(study: Study, colours: dict[str, int]) -> str:
             (
                 "Throughput",
                 "images/s while training",
-                [c.summary("images_per_second").value for c in recipe],
+                [c.images_per_second for c in recipe],
             ),
             ("Length of a run", "seconds, evaluations included", _seconds(recipe)),
         )
@@ -260,7 +260,7 @@ def _time(study: Study, colours: dict[str, int]) -> str:
             f"{dot(colours[cell.arm])}{text(cell.arm)}",
             f"{cell.batch:,}",
             duration(cell.summary("seconds").value),
-            count(cell.summary("images_per_second").value),
+            count(cell.images_per_second),
             count(cell.summary("epochs").value, 1),
         )
         for cell in cells
@@ -274,6 +274,11 @@ def _seconds(cells: Sequence[Cell]) -> list[float]:
 
 def _points(found: Mean) -> str:
     return f"{found.value:+.2f}" if math.isfinite(found.value) else UNKNOWN
+
+
+def _surely(found: Mean) -> str:
+    """Told from chance by an interval, it stands out; of one seed it does not."""
+    return f"<b>{_points(found)}</b>" if math.isfinite(found.half) else _points(found)
 
 
 def _half(found: Mean) -> str:

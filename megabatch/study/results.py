@@ -33,6 +33,8 @@ class Result:
     factor: float
     run: Record
     failure: str | None
+    flags: str
+    """of an arm of the caller's own; empty where its label does not have them"""
 
     @property
     def config(self) -> Config | None:
@@ -136,6 +138,11 @@ class Cell:
         return next((config.optimizer.title for config in known if config is not None), None)
 
     @property
+    def flags(self) -> str:
+        """What an arm of the caller's own changes, where that is known."""
+        return next((run.flags for run in self.runs if run.flags), "")
+
+    @property
     def title(self) -> str:
         return self.arm if self.finished else f"{self.arm} (failed)"
 
@@ -146,6 +153,12 @@ class Cell:
     def summaries(self, name: str) -> list[float]:
         """A number of its runs' summaries, one a seed."""
         return [number(run.run.summary.get(name)) for run in self.finished]
+
+    @property
+    def images_per_second(self) -> float:
+        """Of all its runs together (nan: not known): they have as many images each."""
+        known = [rate for rate in self.summaries("images_per_second") if rate > 0]
+        return statistics.harmonic_mean(known) if known else math.nan
 
     def summary(self, name: str) -> Mean:
         return mean(self.summaries(name))
@@ -239,7 +252,7 @@ class Study:
                 "to_recipe_half": known(arm.half),
                 "epochs_to_baseline": known(self.epochs_to_baseline(cell)),
                 "steps": known(cell.summary("steps").value),
-                "images_per_second": known(cell.summary("images_per_second").value),
+                "images_per_second": known(cell.images_per_second),
                 "seconds": known(cell.summary("seconds").value),
             }
 
@@ -335,6 +348,7 @@ def read(path: Path) -> Study:
             factor=number(factor),
             run=record.read(folder) if record.is_run(folder) else Record(folder),
             failure=str(label["failure"]) if "failure" in label else None,
+            flags=str(label.get("flags", "")),
         )
         if result.kind in others:
             if math.isfinite(result.factor):

@@ -34,7 +34,15 @@ from megabatch.host.stopping import stop_is_kept
 from megabatch.runs.alive import mark
 from megabatch.runs.progress import Due, clock
 from megabatch.study.results import read
-from megabatch.study.trials import StudyPlan, Trial, has_ended, mend_label, state, write_label
+from megabatch.study.trials import (
+    StudyPlan,
+    Trial,
+    check_beside,
+    has_ended,
+    mend_label,
+    state,
+    write_label,
+)
 from megabatch.sync.heartbeat import Stalled
 from megabatch.training import train
 
@@ -156,7 +164,9 @@ def study(
         factors, lines = cluster.agree(lambda: _chosen_rates(out, plan))
         for line in lines:
             progress.once(say, line)
-        return sweep.run_all(plan.runs(factors), "the runs")
+        chosen = plan.runs(factors)
+        cluster.agree(lambda: check_beside(out, chosen))
+        return sweep.run_all(chosen, "the runs")
 
 
 def _chosen_rates(out: Path, plan: StudyPlan) -> tuple[dict[tuple[str, int], float], list[str]]:

@@ -6,8 +6,8 @@ Every run has a folder of its own inside the study's, so that a study grows by b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Trial:
     config: Config
     factor: float = 1.0
     """of the recipe's rate"""
+    flags: str = ""
+    """what an arm of the caller's own changes"""
 
     @property
     def seed(self) -> int:
@@ -57,6 +59,7 @@ class Trial:
             "batch": self.batch,
             "seed": self.seed,
             "factor": self.factor,
+            **({"flags": self.flags} if self.flags else {}),
         }
 
 
@@ -73,6 +76,8 @@ class StudyPlan:
     """arms that bring a rate of their own; the others have the recipe's"""
     given_rates: frozenset[str] = frozenset()
     """arms whose rate was given by hand, and stays as it is"""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """of arms of the caller's own, by name"""
     probe: bool = False
 
     def runs(self, factors: Mapping[tuple[str, int], float]) -> list[Trial]:
@@ -85,7 +90,7 @@ class StudyPlan:
                 whose = arm if arm in self.own_rates | self.given_rates else RECIPE
                 factor = factors.get((whose, batch), 1.0)
                 seeded = replace(at_rate(config, factor), seed=seed)
-                found.append(Trial("run", arm, batch, seeded, factor))
+                found.append(Trial("run", arm, batch, seeded, factor, self.flags.get(arm, "")))
         return found
 
     def search(self) -> list[Trial]:
@@ -177,6 +182,26 @@ def state(folder: Path, trial: Trial) -> str:
         if _is_finished(folder):
             return "finished"
     return "failed" if "failure" in label else "begun" if is_plain(written) else "new"
+
+
+def check_beside(study: Path, trials: Sequence[Trial]) -> None:
+    """Refuse runs whose results would be taken together with those of other settings: of one arm
+    and batch all are alike but for their seeds, and an arm's flags are the same at all batches."""
+    names = {trial.name for trial in trials}
+    wanted = {(trial.arm, trial.batch): trial for trial in trials}
+    flags = {trial.arm: trial.flags for trial in trials}
+    for folder in folders(study):
+        label = {} if folder.name in names else read_object(folder / "trial.json")
+        arm, batch, seed = (label.get(name) for name in ("arm", "batch", "seed"))
+        if label.get("kind") != "run" or not isinstance(arm, str) or type(seed) is not int:
+            continue
+        if arm in flags and label.get("flags", flags[arm]) != flags[arm]:
+            raise UserError(
+                f"{folder} is of the arm {arm}={label['flags']!r}, which is {flags[arm]!r} now: "
+                f"give an arm of other flags another name"
+            )
+        if isinstance(batch, int) and (trial := wanted.get((arm, batch))) is not None:
+            state(folder, replace(trial, config=replace(trial.config, seed=seed)))
 
 
 def has_ended(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from megabatch.errors import UserError
 from megabatch.models.zoo import check_init
 from megabatch.runs.begun import check_place, check_writable
 from megabatch.study.results import read
-from megabatch.study.trials import StudyPlan, is_study, state
+from megabatch.study.trials import StudyPlan, check_beside, is_study, state
 from megabatch.sync.choice import measured
 from megabatch.verbs.workers import gpus
 from megabatch.workers.place import Place, grid_of
@@ -54,6 +54,7 @@ def check_study(plan: StudyPlan, out: Path) -> None:
         found = read(out)
         found.check_searched(plan.configs, {trial.name for trial in plan.search()})
         runs = plan.runs(found.chosen_factors())
+        check_beside(out, runs)
         for trial in (*plan.probes(), *plan.search(), *runs):
             state(out / trial.name, trial)
 

@@ -239,6 +239,7 @@ def read_flags(name: str, arguments: list[str]) -> tuple[StudyPlan, SweepFlags]:
         own_rates=frozenset(name for name, arm in ARMS.items() if arm.own_rate),
         given_rates=frozenset(given_rates),
         probe=flags.probe,
+        flags={name: own for name, made, own in (a.partition("=") for a in flags.arms) if made},
     )
     return plan, flags
 
