@@ -249,7 +249,9 @@ def test_other_rates_go_with_the_batch_outside_their_rows():
 
 
 def test_between_two_optimizers_one_sentence_is_said():
-    assert doubts("tiny30", tiny30(1024)) == doubts("tiny30", tiny30(6000)) == []
+    assert doubts("tiny30", tiny30(4096)) == doubts("tiny30", tiny30(6000)) == []
+    (doubt,) = doubts("tiny30", tiny30(1024))
+    assert doubt.startswith("a batch of 1,024 has settings that were carried over to it and never")
     (doubt,) = doubts("tiny30", tiny30(3072))
     assert "3,072 lies between 1,024 and 4,096, which have different optimizers" in doubt
     assert "the settings are those of 4,096, and may want tuning" in doubt

@@ -84,20 +84,26 @@ def _dividing(number: int, most: int) -> int:
 
 
 def in_doubt(rows: Sequence[Row], batch: float, given: int) -> str | None:
-    """What is not known of a batch outside the rows, or between two of different optimizers, in one
-    sentence; `given` is what it was called before it was carried over from other data."""
+    """What is not known of a batch outside the rows, between two of different optimizers, or at one
+    that nobody has tried, in one sentence; `given` is what it was called before it was carried over
+    from other data."""
     least, most = rows[0].batch, rows[-1].batch
     between = [
         f"between {below.batch:,} and {above.batch:,}, which have different optimizers"
         for below, above in itertools.pairwise(rows)
         if below.batch < batch < above.batch and not _alike(below, above)
     ]
+    row = _nearest(rows, batch)
+    carried = "" if batch == given else f", by its share of the images {batch:,.0f} there,"
+    if row.batch == batch and not getattr(row, "tried", True):
+        return (
+            f"a batch of {given:,}{carried} has settings that were carried over to it and never "
+            f"run: they may want tuning"
+        )
     if least <= batch <= most and not between:
         return None
     side = "below" if batch < least else "above"
     place = "".join(between) or f"{side} what was verified ({least:,} to {most:,})"
-    carried = "" if batch == given else f", by its share of the images {batch:,.0f} there,"
-    row = _nearest(rows, batch)
     rate = "" if _keeps_rate(row) else " with the rate in proportion"
     return (
         f"a batch of {given:,}{carried} lies {place}: the settings are those of "

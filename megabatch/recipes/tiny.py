@@ -26,18 +26,20 @@ class TinyRow(NamedTuple):
     weight_decay: float
     unadapted_rate: float
     """of biases, batch norm and, with Muon, the last layer, as a share of the rate"""
+    tried: bool = True
+    """runs of it are known"""
 
 
 # All numbers that were chosen for these images, by the length of the run.
 LONG = (
     TinyRow(256, 90, "sgd", 0.2, 2, 0.9, 5e-4, 1.0),
-    TinyRow(1024, 90, "lars", 10.0, 5, 0.9, 5e-5, 0.1),
+    TinyRow(1024, 90, "lars", 10.0, 5, 0.9, 5e-5, 0.1, tried=False),
     TinyRow(4096, 90, "muon", 72.0, 5, 0.9, 5e-4, 0.0333),
     TinyRow(8192, 90, "muon", 96.0, 5, 0.9, 5e-4, 0.0375),
 )
 SHORT = (
     TinyRow(256, 30, "sgd", 0.4, 2, 0.9, 1e-4, 1.0),
-    TinyRow(1024, 30, "lars", 10.0, 5, 0.9, 5e-5, 0.1),
+    TinyRow(1024, 30, "lars", 10.0, 5, 0.9, 5e-5, 0.1, tried=False),
     TinyRow(4096, 30, "muon", 72.0, 5, 0.9, 5e-5, 0.0333),
     TinyRow(8192, 30, "muon", 96.0, 8, 0.9, 5e-5, 0.025),
 )
