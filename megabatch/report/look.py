@@ -187,8 +187,11 @@ gap:0 14px;align-items:center;font-size:13px;margin-top:8px;overflow-wrap:anywhe
 .track .reach{top:50%;border-top:1.5px solid var(--c0);opacity:.75}
 .track .at{top:50%;width:9px;height:9px;border-radius:50%;background:var(--c0);
 transform:translate(-50%,-50%)}
-.scroll{overflow-x:auto;margin:12px 0;background:var(--card);
-border:1px solid var(--line);border-radius:10px}
+.scroll{overflow-x:auto;margin:12px 0;border:1px solid var(--line);border-radius:10px;
+background:linear-gradient(90deg,var(--card) 50%,#0000) 0 0/40px 100% no-repeat local,
+linear-gradient(270deg,var(--card) 50%,#0000) 100% 0/40px 100% no-repeat local,
+linear-gradient(90deg,var(--line),#0000) 0 0/12px 100% no-repeat,
+linear-gradient(270deg,var(--line),#0000) 100% 0/12px 100% no-repeat,var(--card)}
 table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{padding:7px 14px;text-align:left;vertical-align:top;border-top:1px solid var(--line)}
 table>tbody:first-child>tr:first-child>td{border-top:0}
@@ -210,6 +213,7 @@ footer{color:var(--soft);font-size:13px;padding:24px 0 40px}
 header>nav{padding-left:14px;padding-right:14px;flex-wrap:nowrap;overflow-x:auto}
 .charts{grid-template-columns:minmax(0,1fr)}h1{font-size:22px}
 .plot{height:170px}.card b{font-size:26px}th,td{padding:6px 10px}
+td{min-width:9em}
 .heat .names{max-width:112px}figure{padding:10px 10px 8px}}
 @media print{nav{display:none}section{break-inside:avoid}}
 """

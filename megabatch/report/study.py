@@ -170,19 +170,18 @@ def _arms(study: Study) -> str:
         failed = sum(run.failure is not None for run in cell.runs)
         rows.append(
             (
-                text(cell.arm),
-                text(says),
+                f'{text(cell.arm)}<br><span class="note">{text(says)}</span>',
                 f"{cell.batch:,}",
-                f"{len(cell.finished)}" + (f", {failed} failed" if failed else ""),
-                count(cell.summary("steps").value),
-                percent(mean(cell.top1s).value),
                 _surely(diff),
                 _half(diff),
+                percent(mean(cell.top1s).value),
+                f"{len(cell.finished)}" + (f", {failed} failed" if failed else ""),
+                count(cell.summary("steps").value),
             )
         )
-    heads = ("arm", "what it switches", "batch", "seeds", "steps", "top-1", "to the recipe", "95 %")
+    heads = ("arm", "batch", "to the recipe", "95 %", "top-1", "seeds", "steps")
     drawn = "".join(_versus_recipe(study, batch) for batch in study.batches)
-    return f'<div class="charts">{drawn}</div>{table(heads, rows, words=2)}'
+    return f'<div class="charts">{drawn}</div>{table(heads, rows)}'
 
 
 def _versus_recipe(study: Study, batch: int) -> str:
@@ -277,8 +276,8 @@ def _points(found: Mean) -> str:
 
 
 def _surely(found: Mean) -> str:
-    """Told from chance by an interval, it stands out; of one seed it does not."""
-    return f"<b>{_points(found)}</b>" if math.isfinite(found.half) else _points(found)
+    """It stands out where its interval tells it from chance."""
+    return f"<b>{_points(found)}</b>" if abs(found.value) > found.half else _points(found)
 
 
 def _half(found: Mean) -> str:
