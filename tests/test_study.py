@@ -990,6 +990,18 @@ def test_an_arm_and_the_recipe_are_one_picture(study):
     assert study_page(study).count("Arms at 256") == 3
 
 
+def test_a_difference_stands_out_where_its_interval_tells_it_from_chance(tmp_path):
+    for seed, less in enumerate((0.0, 0.002, 0.004)):
+        made_up_run(tmp_path, 256, seed, 0.6 - less)
+        made_up_run(tmp_path, 256, seed, 0.5 + 2 * less, arm="sgd")
+        made_up_run(tmp_path, 256, seed, 0.6 - 5 * less, arm="decay_all")
+    made_up_run(tmp_path, 256, 0, 0.2, arm="lamb")
+    page = study_page(read(tmp_path))
+    assert "<b>-9.40</b>" in page
+    assert ">-0.80<" in page and "<b>-0.80" not in page
+    assert ">-39.80<" in page and "<b>-39.80" not in page
+
+
 def test_arms_stand_by_their_distance_to_the_recipe():
     found = {"low": Mean(-3.0, 0.5, 3), "one seed": Mean(1.0, math.nan, 1), "<high>": Mean(2, 1, 3)}
     drawn = differences("Arms", {**found, "failed": Mean(math.nan, math.nan, 0)}, "points")
