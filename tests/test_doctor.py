@@ -17,6 +17,9 @@ from megabatch import doctor, kernels
 from megabatch.doctor import child, compilers, machine, network, software
 from megabatch.doctor.child import Failed, ask
 from megabatch.doctor.finding import Finding
+from megabatch.errors import UserError
+from megabatch.host.granted import Granted, memory
+from megabatch.verbs import workers
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "OMPI_", "PMI_", "MPI_", "SLURM_", "MASTER_", "GLOO_")
 CPU = {"error": None, "version": "2.13.0+cpu", "cuda": None, "hip": None, "nccl": None, "gpus": []}
@@ -274,7 +277,9 @@ def test_gloo_is_needed_where_there_is_no_gpu(monkeypatch, gpus, state):
 # --- the machine -------------------------------------------------------------------------------
 
 
-def machine_of(root, available_gib, cpu_max="max 100000", memory_max="max", used_gib=0.0):
+def machine_of(
+    root, available_gib, cpu_max="max 100000", memory_max="max", used_gib=0.0, cached_gib=0.0
+):
     """A system's files: a process two control groups deep, limits on the outer one."""
     outer = root / "sys/fs/cgroup/job"
     (outer / "task").mkdir(parents=True)
@@ -283,6 +288,8 @@ def machine_of(root, available_gib, cpu_max="max 100000", memory_max="max", used
     (outer / "cpu.max").write_text(f"{cpu_max}\n")
     (outer / "memory.max").write_text(f"{memory_max}\n")
     (outer / "memory.current").write_text(f"{int(used_gib * 2**30)}\n")
+    half = int(cached_gib * 2**29)
+    (outer / "memory.stat").write_text(f"anon 1\ninactive_file {half}\nactive_file {half}\n")
     kib = int(available_gib * 2**20)
     (root / "proc/meminfo").write_text(
         f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {kib} kB\nHugePages_Total: 0\n"
@@ -305,6 +312,27 @@ def test_memory_is_what_the_container_grants(tmp_path, available, limit, used, s
     assert (finding.state, finding.found) == (state, free)
     if free.startswith("1.0"):
         assert "about 4 workers" in finding.costs
+
+
+def test_what_a_container_has_read_of_files_is_not_taken(tmp_path):
+    root = machine_of(tmp_path, 32, memory_max=str(4 * 2**30), used_gib=4, cached_gib=3)
+    assert memory(root) == (3 * 2**30, 4 * 2**30)
+    assert memory(tmp_path / "no linux") is None
+
+
+def test_no_more_workers_than_the_memory_holds_are_started(monkeypatch):
+    """Each would start, and all together take the machine down."""
+    monkeypatch.setattr(workers, "memory", lambda: Granted(2**30, 2**32))
+    for few in (1, 16):
+        workers.check_workers(few)
+    with pytest.raises(UserError, match=r"^--workers is 17, .* 1\.0 GiB .*: give 16 at most$"):
+        workers.check_workers(17)
+    monkeypatch.setattr(workers, "memory", lambda: Granted(0, 2**32))
+    workers.check_workers(1)
+    with pytest.raises(UserError, match=r"give 1 at most$"):
+        workers.check_workers(2)
+    monkeypatch.setattr(workers, "memory", lambda: None)
+    workers.check_workers(1024)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from megabatch.data.decoded import Decoded, FromPack
 from megabatch.data.jpeg import Encoded, Pixels
 from megabatch.data.packs.reading import Arena, Pack
 from megabatch.elastic.connecting import connecting
+from megabatch.host.granted import memory
 from megabatch.keyed import shuffled
 
 Integers = NDArray[numpy.int64]
@@ -50,7 +51,8 @@ def share_out(source: Decoded, config: Config, cluster: Cluster) -> SharedOut | 
         nodes = cluster.world / cluster.local_world
 
         def too_large_for_one_but_not_for_all() -> bool:
-            most = _SHARE_OF_MEMORY * free_memory()
+            known = memory()
+            most = _SHARE_OF_MEMORY * (known.free if known is not None else 0)
             # Each worker holds its own share, and what it is dealt of two epochs.
             return pack.nbytes > most and 3 * pack.nbytes / nodes <= most
 
@@ -58,15 +60,6 @@ def share_out(source: Decoded, config: Config, cluster: Cluster) -> SharedOut | 
         if nodes <= 1 or not cluster.agree(too_large_for_one_but_not_for_all):
             return None
     return SharedOut(pack, source.chosen, config, cluster)
-
-
-def free_memory() -> int:
-    """Memory that this node could give, in bytes."""
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 class SharedOut:

@@ -6,10 +6,11 @@ import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from megabatch.doctor.finding import Finding
+from megabatch.host.granted import cpu_quotas, memory
 
 GIB = 2**30
 # Measured on a CPU build: a worker with torch and the trainer imported, before model and images.
@@ -23,7 +24,7 @@ def check_cores(environ: Mapping[str, str] = os.environ, system: Path = Path("/"
     found = f"{usable} of {there} cores"
     asked = environ.get("OMP_NUM_THREADS", "")
     threads = f", OMP_NUM_THREADS {asked}" if asked else ""
-    quota = min(_cpu_quotas(system), default=float(usable))
+    quota = min(cpu_quotas(system), default=float(usable))
     if quota < usable:
         return Finding(
             "cores",
@@ -47,13 +48,12 @@ def check_cores(environ: Mapping[str, str] = os.environ, system: Path = Path("/"
 
 
 def check_memory(system: Path = Path("/")) -> Finding:
-    lines = (line.split() for line in (system / "proc/meminfo").read_text().splitlines())
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
-    free, total = kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
-    for limit, used in _memory_limits(system):
-        free, total = min(free, limit - used), min(total, limit)
+    known = memory(system)
+    if known is None:
+        return Finding("memory", "works", "not told by this system")
+    free, total = known
     found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
-    fit = max(0, free // WORKER_BYTES)
+    fit = free // WORKER_BYTES
     if fit < 8:
         costs = f"room for about {fit} workers, before their models and images"
         return Finding("memory", "limited", found, costs, "fewer --workers, or a larger machine")
@@ -117,40 +117,3 @@ def _write_trouble(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
-
-
-# --- what a container or a scheduler grants -------------------------------------------------------
-
-
-def _groups(system: Path) -> Iterator[Path]:
-    """The control groups (version 2) this process is in, from its own up to the root's."""
-    try:
-        lines = (system / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    root = system / "sys/fs/cgroup"
-    for line in lines:
-        if line.startswith("0::/"):
-            own = Path(line[4:])
-            yield from (root / place for place in (own, *own.parents))
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
-
-
-def _cpu_quotas(system: Path) -> Iterator[float]:
-    for group in _groups(system):
-        match _words(group / "cpu.max"):
-            case [quota, period] if quota != "max":
-                yield int(quota) / int(period)
-
-
-def _memory_limits(system: Path) -> Iterator[tuple[int, int]]:
-    for group in _groups(system):
-        match _words(group / "memory.max"), _words(group / "memory.current"):
-            case [limit], [used] if limit != "max":
-                yield int(limit), int(used)

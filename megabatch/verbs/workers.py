@@ -9,12 +9,15 @@ from typing import Any
 
 from megabatch.elastic.supervisor import Losses
 from megabatch.errors import UserError
+from megabatch.host.granted import memory
 from megabatch.launch import run_local
 from megabatch.verbs.writing import say
 from megabatch.workers.place import place_by, under_launcher
 
 _NO_LOSSES = Losses()
 MOST_WORKERS = 1024  # of one machine: more are a slip of the finger
+_WORKER_BYTES = 64 << 20
+"""of each, at the least: 40 MB were measured with the smallest net, before any images"""
 
 
 def on_workers(
@@ -63,6 +66,12 @@ def started_here(asked: object) -> bool:
 def check_workers(workers: int) -> None:
     if not 1 <= workers <= MOST_WORKERS:
         raise UserError(f"--workers is {workers}; give 1 to {MOST_WORKERS}")
+    known = memory()
+    if known is not None and 1 < workers > (most := max(1, known.free // _WORKER_BYTES)):
+        raise UserError(
+            f"--workers is {workers}, and each takes {_WORKER_BYTES >> 20} MB or more of the "
+            f"{known.free / 2**30:.1f} GiB that are free here: give {most} at most"
+        )
 
 
 def _workers(count: int) -> str:
