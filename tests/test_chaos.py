@@ -114,6 +114,18 @@ def test_every_kind_strikes_and_the_job_ends_as_if_undisturbed(tmp_path):
     assert len(said) == len(FAULTS)
 
 
+def test_what_is_due_at_once_waits_until_somebody_is_there_again(tmp_path):
+    """The metrics are those of the killed until then, and who has just begun hears no signal."""
+    ask, damage = Ask(0.5, 0, signal.SIGTERM), Damage(0.5, 0.5, 0.5, "cut")
+    faults = [("damage", damage), ("ask", ask), ("kill-all", Kill(0.5, None))]
+    allow(tmp_path / "run", 30)  # nothing strikes too late
+    slow = COUNTING.replace("asked = []", "asked = []; time.sleep(0.2)")
+    faults.append(("ask", Awaited(ask, 1)))
+    outcome = disturbed(job(tmp_path / "run", slow), faults, WHOLE, print)
+    assert outcome.equal
+    assert (outcome.begun, sum(outcome.struck.values())) == (5, 4)
+
+
 def test_other_weights_and_steps_taken_twice_are_not_equal(tmp_path):
     other = {**WHOLE, "weights_sha256": "abd"}
     assert not disturbed(job(tmp_path / "other"), [], other, print).equal

@@ -39,6 +39,7 @@ class TrainingJob:
         self._stopped: list[tuple[float, int]] = []
         self._output: deque[str] = deque(maxlen=_LAST_LINES)
         self._filler: Path | None = None
+        self._left: tuple[int, ...] | None = None
         self.full = False
         """whether its disk is"""
         self._reading: threading.Thread | None = None
@@ -56,7 +57,7 @@ class TrainingJob:
     def start(self, resume: bool) -> None:
         self._remove_filler()
         self._stopped.clear()
-        self.result = {}
+        self.result, self._left = {}, self._look_of_metrics()
         self._process = subprocess.Popen(
             [*self._command, "--out", str(self.out), *(["--resume"] if resume else [])],
             stdout=subprocess.PIPE,
@@ -105,7 +106,10 @@ class TrainingJob:
     # --- how far it is -------------------------------------------------------------------------
 
     def seen(self) -> int:
-        """Images, by the last step that its metrics tell of."""
+        """Images, by the last step that its metrics tell of. None yet where they are as those left
+        them who went before: nobody is there who would hear a signal."""
+        if self._look_of_metrics() == self._left:
+            return 0
         for line in reversed(self._metrics(_TAIL_BYTES)):
             if line.get("kind") == "train":
                 return int(line["seen"])
@@ -115,6 +119,14 @@ class TrainingJob:
         """The numbers of all steps that its metrics tell of."""
         lines = self._metrics(sys.maxsize)
         return [int(line["step"]) for line in lines if line.get("kind") == "train"]
+
+    def _look_of_metrics(self) -> tuple[int, ...] | None:
+        """Another one after every change of them; who goes on with a run writes them anew."""
+        try:
+            found = (self.out / "metrics.jsonl").stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def _metrics(self, last_bytes: int) -> list[dict[str, Any]]:
         try:
@@ -134,8 +146,7 @@ class TrainingJob:
 
     def signal(self, worker: int, number: signal.Signals, seconds: float | None = None) -> None:
         """To one worker, as they were started; after so many seconds it may go on."""
-        workers = self._workers()
-        if workers:
+        if workers := self.workers():
             pid = workers[worker % len(workers)]
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -165,7 +176,7 @@ class TrainingJob:
                 while True:
                     file.write(bytes(1 << 16))
             return
-        for pid in self._workers()[:1]:
+        for pid in self.workers()[:1]:
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
 
@@ -175,12 +186,13 @@ class TrainingJob:
             self._filler.unlink(missing_ok=True)
             self._filler = None
 
-    def _workers(self) -> list[int]:
-        """The processes that train, in the order they were started."""
+    def workers(self) -> list[int]:
+        """The processes that train, in the order they were started; a single one trains itself."""
         assert self._process is not None
         servers = [pid for pid in children(self._process.pid) if _is_server(pid)]
-        workers = sorted(pid for server in servers for pid in children(server))
-        return workers or [self._process.pid]
+        if not servers:
+            return [self._process.pid]
+        return sorted(pid for server in servers for pid in children(server))
 
 
 def _end_with_parent() -> None:

@@ -75,7 +75,8 @@ def disturbed(
             seen = job.seen()
             if seen != moved:
                 looked, moved = now, seen
-            if waiting and seen >= waiting[0][1].at * wanted["seen"]:
+            # Lost workers are not there at once again, and a launcher is no worker.
+            if waiting and seen >= waiting[0][1].at * wanted["seen"] and job.workers():
                 kind, fault = waiting.pop(0)
                 say(f"  at {seen:,} images: {fault}")
                 fault.strike(job)
