@@ -141,6 +141,25 @@ def test_a_weight_that_is_turned_where_it_lies_is_found_so():
     torch.testing.assert_close(turned, twin, rtol=2e-6, atol=1e-7)
 
 
+def test_a_weight_that_is_cut_off_where_it_lies_moves_nothing_beyond_its_end():
+    whole, left = torch.randn(6, 4), []
+    for fused in (True, False):
+        weight = nn.Parameter(whole.clone())
+        storage = weight.data
+        optimizer = LARS([weight], 0.1, trust=None, form="pytorch", fused=fused)
+        give_gradients([weight], 0)
+        optimizer.step()
+        beyond = storage[3:].clone()
+        weight.data = weight.data[:3]
+        momentum = optimizer.state[weight]
+        momentum["momentum_buffer"] = momentum["momentum_buffer"][:3]
+        give_gradients([weight], 1)
+        optimizer.step()
+        assert torch.equal(storage[3:], beyond)
+        left.append(weight.detach())
+    torch.testing.assert_close(*left, rtol=2e-6, atol=1e-7)
+
+
 def test_weights_that_are_nobodys_any_more_are_not_kept():
     weights = weights_of()
     optimizer = LARS(weights, 0.1, fused=True)

@@ -25,7 +25,7 @@ class _Lying(NamedTuple):
     """How some weights and their buffers lie, and both as torch's kernel wants them, contiguous:
     what is channels last it would copy there and back."""
 
-    addresses: list[int]
+    places: list[tuple[int, torch.Size]]
     strides: list[tuple[int, ...]]
     weights: list[Tensor]
     buffers: list[Tensor]
@@ -94,10 +94,10 @@ class FusedSGD:
     def _lying(self, weights: list[Tensor], buffers: list[Tensor]) -> _Lying | None:
         """None for weights that the kernel does not take."""
         # What is kept keeps its memory: nothing else can come to lie at the same address.
-        addresses = [tensor.data_ptr() for tensor in (*weights, *buffers)]
+        places = _places(weights, buffers)
         strides = [weight.stride() for weight in weights]
         kept: _Lying | None = self._kept.get(weights[0])
-        if kept is not None and (kept.addresses, kept.strides) == (addresses, strides):
+        if kept is not None and (kept.places, kept.strides) == (places, strides):
             return kept
         first = weights[0]
         if first.dtype != torch.float32 or not first.is_cpu or not all(map(dense, weights)):
@@ -106,12 +106,17 @@ class FusedSGD:
             if not laid_alike(buffer, weight):
                 buffer.data = laid_as(buffer, weight)
         kept = self._kept[first] = _Lying(
-            [tensor.data_ptr() for tensor in (*weights, *buffers)],
+            _places(weights, buffers),
             strides,
             [one_run(weight.detach()) for weight in weights],
             [one_run(buffer) for buffer in buffers],
         )
         return kept
+
+
+def _places(weights: list[Tensor], buffers: list[Tensor]) -> list[tuple[int, torch.Size]]:
+    """Where they lie and how far: what was cut off in place begins where it did."""
+    return [(tensor.data_ptr(), tensor.shape) for tensor in (*weights, *buffers)]
 
 
 def _laid_as(
