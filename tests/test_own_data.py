@@ -117,6 +117,13 @@ def test_a_net_of_ones_own_takes_what_one_gives_it():
     )
 
 
+def test_numbers_of_another_order_of_bytes_are_the_same():
+    """As FITS and IDX files have them; torch takes none."""
+    numbers = numpy.arange(12, dtype=">f4").reshape(3, 4)
+    images, _ = read(of((numbers, 1)), OWN_NET)
+    assert torch.equal(images[0], torch.arange(12.0).view(3, 4))
+
+
 def test_torchs_own_sets_and_a_list_of_two_items():
     data = TensorDataset(torch.rand(20, 3, 6, 6), torch.arange(20) % 4)
     assert read(data)[0].shape == (20, 3, 6, 6)

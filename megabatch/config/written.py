@@ -33,8 +33,10 @@ def from_json(kind: Any, text: str) -> Any:
         raise UserError("it is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise UserError(f"it is not JSON: {error}") from None
-    except ValueError as error:  # a number of too many digits; UserErrors are told as they are
-        raise UserError(str(error)) from None
+    except UserError:
+        raise
+    except ValueError:  # CPython's, of more digits than it turns into a number
+        raise UserError("it has a number of thousands of digits: no setting is so large") from None
     return _built(kind, value, "")
 
 

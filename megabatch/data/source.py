@@ -398,7 +398,8 @@ class OwnData(Source):
                 raise self._wrong(index, f"has {_article(kind)} {kind} where its image should be")
             if array.dtype == numpy.uint8 and array.ndim == 3 and array.shape[2] in (1, 3):
                 array = array.transpose(2, 0, 1)  # as Pillow and OpenCV have them
-            image = torch.from_numpy(numpy.array(array))
+            # FITS and IDX files have theirs the other way round.
+            image = torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
         if image.layout != torch.strided or image.is_complex():
             kind = "complex" if image.is_complex() else "sparse"
             raise self._wrong(index, f"is a {kind} image: give a dense tensor of real numbers")
