@@ -1,16 +1,19 @@
 """Reports: charts drawn right, words escaped, anything in a run's files survived, nothing written
 but the page."""
 
+import html
 import html.parser
 import json
 import math
 import re
+import shlex
 import time
 
 import pytest
 from commands import megabatch
 from run_folders import evaluation_line, layer_line, made_up, real_run, step_line
 
+from megabatch import recipes
 from megabatch.report import axes, charts, numbers
 from megabatch.report.look import Section, page
 from megabatch.report.named import names
@@ -135,6 +138,23 @@ def test_settings_are_told_as_a_reader_would(tmp_path):
         "epochs": "6", "flip": "true", "stages": "epoch 1.4, batch 128", "data.path": "",
         "data.sizes": "1, 2.5",
     }  # fmt: skip
+
+
+def test_a_command_is_told_whole_and_can_be_given_again(tmp_path):
+    command = ["megabatch", "study", *["--arms"] * 100, "a=--lr.warmup 0 --epochs 3"]
+    text = report([read(made_up(tmp_path / "run", environment={"command": command}))])
+    told = html.unescape(re.sub(r"</?span>", "", text))
+    assert " ".join(shlex.join(command).split()) in " ".join(told.split())
+
+
+def test_muons_last_layer_is_told_as_it_is(tmp_path):
+    """The setting is on in the config, and without a meaning."""
+    config = recipes.named("tiny", batch=4096)
+    assert config.optimizer.adapt_head and not config.optimizer.head_adapts
+    config = json.loads(config.to_json())
+    text = report([read(made_up(tmp_path / "run", config=config))])
+    row = text[text.index("optimizer.adapt_head") :].split("</tr>")[0]
+    assert "false" in row and "true" not in row
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):

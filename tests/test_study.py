@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import dying
 import pytest
 import torch
-from run_folders import made_up
+from run_folders import made_up, step_line
 from studies import changed, made_up_run
 from waiting import PATIENCE_SECONDS
 
@@ -35,6 +35,7 @@ from megabatch.report.differences import differences
 from megabatch.report.figure import arm_figure, error_figure
 from megabatch.report.study import study_page
 from megabatch.report.study_rows import table_lines
+from megabatch.report.study_settings import noise
 from megabatch.runs import checkpoint
 from megabatch.runs.folder import RunFolder
 from megabatch.study import sweep
@@ -634,7 +635,7 @@ def test_states_of_a_folder(tmp_path):
     assert state(folder, trial) == "failed"
     (folder / "summary.json").write_text('{"ended": "stopped"}')
     assert state(folder, trial) == "failed"
-    (folder / "summary.json").write_text('{"ended": "finished"}')
+    (folder / "summary.json").write_text('{"ended": "finished", "top1": 0.5}')
     assert state(folder, trial) == "finished"
 
 
@@ -689,6 +690,19 @@ def test_cells_and_differences(study):
     assert rows["recipe", 1024]["epochs_to_baseline"] is None
     assert study.epochs_to_baseline(study.cells[2], 0.75) == 4
     assert study.noise_scale == 600
+
+
+def test_the_noise_of_runs_is_told_along_their_way(study, tmp_path):
+    """At the end, where the rate is 0, it is a hundred times what it was."""
+    lines = [step_line(n, epoch=n + 1.0, noise_scale=s) for n, s in enumerate((9, 50, 70, 8e4))]
+    folder = made_up_run(tmp_path, 64, 0, 0.90)
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    run = read(tmp_path).cell("recipe", 64).runs[0]
+    along = [run.noise_scale_at(share) for share in (0.25, 0.5, 0.75, 1.0)]
+    assert along == [9, 50, 70, 8e4] and run.noise_scale == 8e4
+    assert math.isnan(run.noise_scale_at(0.2))
+    (only,) = [row for row in noise(read(tmp_path)).split("<tr") if ">64</td>" in row]
+    assert [number in only for number in ("36", "50", "57", "26,700")] == [True] * 4
 
 
 def test_the_table_fits_80_columns_and_keeps_its_numbers(study, tmp_path):
@@ -882,8 +896,8 @@ def test_a_smaller_batch_that_never_finished_is_named_beside_the_baseline(study,
 
 
 def test_the_probe_of_the_largest_batch_forecasts(tmp_path):
-    for batch, noise in ((256, 400.0), (1024, 900.0), (64, 100.0), (4096, None)):
-        made_up_run(tmp_path, batch, 0, 0.3, kind="probe", noise=noise)
+    for batch, scale in ((256, 400.0), (1024, 900.0), (64, 100.0), (4096, None)):
+        made_up_run(tmp_path, batch, 0, 0.3, kind="probe", noise=scale)
     study = read(tmp_path)
     assert study.noise_scale == 900 and study.probe.batch == 1024
     assert "scale is 900 images" in study.forecast_in_words()

@@ -12,7 +12,7 @@ from studies import changed, made_up_run
 
 import megabatch as mb
 from megabatch.cli import main
-from megabatch.errors import DONE, UserError
+from megabatch.errors import DONE, FAILED, MISTAKE, UserError
 from megabatch.study import sweep
 from megabatch.study.results import read
 from megabatch.study.trials import RECIPE, StudyPlan, Trial, at_rate, state, write_label
@@ -49,6 +49,36 @@ def test_a_finished_run_counts_whatever_became_of_its_label(again, label):
     assert ran == [] and written.read_text() == before
     rows = json.loads((out / "study.json").read_text())["rows"]
     assert [(row["arm"], row["batch"], row["seeds"]) for row in rows] == [(RECIPE, 64, [0])]
+
+
+def test_a_run_whose_accuracy_was_torn_is_made_anew(tmp_path, capfd):
+    """Its folder said that it is finished, and the page that no run is."""
+    out = tmp_path / "study"
+    assert main(["study", *ONE, "--out", str(out)]) == DONE
+    changed(out / "64-s0/summary.json", top1="high")
+    assert not read(out).cells[0].finished
+    capfd.readouterr()
+    assert main(["study", *ONE, "--out", str(out)]) == DONE
+    assert "the runs: 1\n" in capfd.readouterr().err
+    assert len(read(out).cells[0].finished) == 1
+
+
+def test_where_a_page_cannot_be_written_the_result_is_told_all_the_same(again, capfd):
+    out, _ = again
+    page = out / "report.html"
+    page.unlink()
+    page.mkdir()
+    assert main(["study", *ONE, "--out", str(out), "--json"]) == FAILED
+    page.rmdir()
+    told = capfd.readouterr()
+    assert json.loads(told.out.splitlines()[-1])["rows"][0]["batch"] == 64
+    assert f"{page} cannot be written: Is a directory" in told.err
+
+
+def test_what_is_in_the_locks_place_is_named(tmp_path, capfd):
+    (tmp_path / "lock").mkdir()
+    assert main(["study", *ONE, "--out", str(tmp_path)]) == MISTAKE
+    assert f"{tmp_path}/lock cannot be written: Is a directory; make" in capfd.readouterr().err
 
 
 def test_a_finished_run_counts_whatever_the_ages_of_its_files(again):

@@ -5,6 +5,7 @@ what differs first.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from megabatch.runs.record import Record, number
 
 _MOST_OPEN = 20
 """rows of a single run's table that are shown at once"""
+_LONGEST = 2000
+"""characters of a value, as a command may have"""
 _MOST_STEPS = 5_000_000
 """a config that would take more is not walked through"""
 
@@ -59,7 +62,8 @@ def dotted(value: Any, name: str = "", depth: int = 0) -> dict[str, str]:
         for key, item in value.items():
             found |= dotted(item, f"{name}.{key}" if name else str(key), depth + 1)
         return found
-    return {name: _words(value)[:300]}
+    words = _words(value)
+    return {name: words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."}
 
 
 def _words(value: Any) -> str:
@@ -80,7 +84,13 @@ def _words(value: Any) -> str:
 
 
 def settings(runs: Sequence[Named]) -> str:
-    return _compared(runs, lambda run: dotted(run.record.config), "", "Settings that are the same")
+    def words(run: Named) -> dict[str, str]:
+        found = dotted(run.record.config)
+        if found.get("optimizer.name") == "muon":  # whatever the config has, as head_adapts says
+            found["optimizer.adapt_head"] = "false"
+        return found
+
+    return _compared(runs, words, "", "Settings that are the same")
 
 
 def environment_table(runs: Sequence[Named]) -> str:
@@ -88,7 +98,7 @@ def environment_table(runs: Sequence[Named]) -> str:
         found = dict(run.record.environment)
         command = found.get("command")
         if isinstance(command, list):
-            found["command"] = " ".join(str(word) for word in command)
+            found["command"] = shlex.join(str(word) for word in command)
         found.pop("process", None)  # for machines
         return {"folder": str(run.record.path), **dotted(found)}
 

@@ -60,23 +60,26 @@ def rates(study: Study) -> str:
 
 NOISE_NOTE = (
     "The batch at which the gradient's noise and signal are even (McCandlish 2018): well below it "
-    "larger batches save steps in proportion, well above it hardly any."
+    "larger batches save steps in proportion, well above it hardly any. It moves as a run learns; "
+    "where a rate falls to 0 hardly a gradient is left, and the number at the end says little."
 )
+_QUARTERS = (0.25, 0.5, 0.75, 1.0)
 
 
 def noise(study: Study) -> str:
     rows = []
     probe = study.probe
     if probe is not None:
-        rows.append(
-            (f"forecast, after {probe.run.epoch:.3g} epochs", f"{probe.batch:,}",
-             count(study.noise_scale))
-        )  # fmt: skip
+        epochs = f"forecast, after {probe.run.epoch:.3g} epochs"
+        rows.append((epochs, f"{probe.batch:,}", *[""] * 3, count(study.noise_scale)))
     for cell in study.cells:
-        known = [r.noise_scale for r in cell.finished if math.isfinite(r.noise_scale)]
-        if cell.arm == RECIPE and known:
-            rows.append(("at the end of the run", f"{cell.batch:,}", count(mean(known).value)))
-    return table(("", "batch", "noise scale, images"), rows) if rows else ""
+        known = [[run.noise_scale_at(quarter) for quarter in _QUARTERS] for run in cell.finished]
+        at = [[v for v in values if math.isfinite(v)] for values in zip(*known, strict=True)]
+        if cell.arm == RECIPE and any(at):
+            scales = (count(mean(values).value) if values else UNKNOWN for values in at)
+            rows.append(("noise scale of the runs, images", f"{cell.batch:,}", *scales))
+    heads = ("", "batch", "at a quarter", "half", "three quarters", "the end")
+    return table(heads, rows) if rows else ""
 
 
 # --- settings ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from megabatch.errors import UserError
 from megabatch.runs import record
 from megabatch.runs.record import Record, number
 from megabatch.study.spread import Mean, difference, mean
-from megabatch.study.trials import RECIPE, folders, read_object
+from megabatch.study.trials import RECIPE, folders, is_finished, read_object
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,25 @@ class Result:
     @property
     def noise_scale(self) -> float:
         """The gradient's at its end, in images (nan: not known)."""
-        known = [value for value in self.run.steps["noise_scale"] if math.isfinite(value)]
+        return self.noise_scale_at(1.0)
+
+    def noise_scale_at(self, fraction: float) -> float:
+        """The gradient's when so much of what the run has come to was behind it, in images (nan:
+        not known)."""
+        epochs, scales = self.run.steps["epoch"], self.run.steps["noise_scale"]
+        until = fraction * max(epochs, default=math.nan)
+        known = [
+            scale
+            for epoch, scale in zip(epochs, scales, strict=False)
+            if epoch <= until and math.isfinite(scale)
+        ]
         return known[-1] if known else math.nan
 
     @property
     def finished(self) -> bool:
         """It ended by itself, with an accuracy: no study begins such a run again, whatever the ages
         of its files."""
-        return self.run.summary.get("ended") in ("finished", "target") and 0 <= self.top1 <= 1
+        return is_finished(self.run.summary)
 
     @property
     def top1(self) -> float:

@@ -306,7 +306,11 @@ def _held(out: Path, cluster: Cluster) -> Iterator[None]:
             out.mkdir(parents=True, exist_ok=True)
             held = lock(out / "lock", lambda: json.dumps(mark()) + "\n")
         except OSError as error:
-            raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
+            where = error.filename or out
+            raise UserError(
+                f"{where} cannot be written: {error.strerror or error}; make it writable, or name "
+                f"another --out"
+            ) from None
         if held is None:
             raise UserError(f"another process runs the study in {out}: wait for its end")
         ending.callback(held.close)

@@ -15,6 +15,7 @@ from megabatch.config import Config
 from megabatch.errors import UserError
 from megabatch.host.durable import is_plain, read_plain, write_whole
 from megabatch.recipes.by_batch import fitted
+from megabatch.runs.record import number
 
 RECIPE = "recipe"
 """the arm that changes nothing"""
@@ -179,7 +180,7 @@ def state(folder: Path, trial: Trial) -> str:
                 f"{folder} was begun with {difference}: give the same settings, or name another "
                 f"--out"
             )
-        if _is_finished(folder):
+        if is_finished(read_object(folder / "summary.json")):
             return "finished"
     return "failed" if "failure" in label else "begun" if is_plain(written) else "new"
 
@@ -206,11 +207,13 @@ def check_beside(study: Path, trials: Sequence[Trial]) -> None:
 
 def has_ended(folder: Path) -> bool:
     """Whether a study that goes on has nothing to run there, whatever run it is."""
-    return _is_finished(folder) or "failure" in read_object(folder / "trial.json")
+    ended = is_finished(read_object(folder / "summary.json"))
+    return ended or "failure" in read_object(folder / "trial.json")
 
 
-def _is_finished(folder: Path) -> bool:
-    return read_object(folder / "summary.json").get("ended") in ("finished", "target")
+def is_finished(summary: Mapping[str, Any]) -> bool:
+    """Whether it is that of a run which ended by itself, with an accuracy."""
+    return summary.get("ended") in ("finished", "target") and 0 <= number(summary.get("top1")) <= 1
 
 
 def folders(study: Path) -> Iterator[Path]:

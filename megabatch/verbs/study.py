@@ -375,18 +375,6 @@ def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
     for line in table_lines(rows):
         say(line)
     page, conclusion = out / "report.html", reading(study)
-    write_out(page, study_page(study).encode(errors="replace"))
-    recipe = next((r.run.config.get("name") for c in study.cells for r in c.runs), None)
-    title = f"{recipe or 'study'}: top-1 error against batch size"
-    if figure := error_figure(study, title):
-        write_out(out / "error.svg", figure.encode(errors="replace"))
-    for cell in study.cells:
-        title = f"{recipe or 'study'} at {cell.batch:,}: top-1 with the arm {cell.arm}"
-        drawn = arm_figure(study, cell.arm, cell.batch, title)
-        if drawn and _is_name(cell.arm):
-            write_out(out / f"{cell.batch}-{cell.arm}.svg", drawn.encode(errors="replace"))
-    say_result(conclusion)
-    say_result(f"{page}")
     failed = sum(len(row["failed"]) for row in rows)
     result = {
         "out": str(out),
@@ -400,10 +388,24 @@ def _tell(out: Path, ended: str, flags: SweepFlags) -> int:
         ],
         "forecast": known(study.noise_scale),
     }
-    written = {"command": sys.argv, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **result}
-    write_out(out / "study.json", (json.dumps(written, indent=2) + "\n").encode())
-    if flags.json:
-        print(json.dumps(result), flush=True)
+    try:
+        write_out(page, study_page(study).encode(errors="replace"))
+        recipe = next((r.run.config.get("name") for c in study.cells for r in c.runs), None)
+        title = f"{recipe or 'study'}: top-1 error against batch size"
+        if figure := error_figure(study, title):
+            write_out(out / "error.svg", figure.encode(errors="replace"))
+        for cell in study.cells:
+            title = f"{recipe or 'study'} at {cell.batch:,}: top-1 with the arm {cell.arm}"
+            drawn = arm_figure(study, cell.arm, cell.batch, title)
+            if drawn and _is_name(cell.arm):
+                write_out(out / f"{cell.batch}-{cell.arm}.svg", drawn.encode(errors="replace"))
+        say_result(conclusion)
+        say_result(f"{page}")
+        written = {"command": sys.argv, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **result}
+        write_out(out / "study.json", (json.dumps(written, indent=2) + "\n").encode())
+    finally:  # what was found, where a page of it cannot be written too
+        if flags.json:
+            print(json.dumps(result), flush=True)
     if ended == "stopped":
         say("stopped on request: the same command goes on", progress=True)
         return STOPPED
