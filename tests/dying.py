@@ -175,13 +175,15 @@ def workers_of(supervisor):
 
 
 @contextlib.contextmanager
-def held(line, run, first, last):
+def held(line, run, first, last, environ=None):
     """The command that trains in folder `run`, and its workers, while they stand still: from step
     `first` on, before they come to step `last`. Nothing goes on without the one that is stopped; a
     run that was faster than whoever looked is begun again."""
     assert first + 1 < last, f"no run can be held from step {first} on and before step {last}"
     while True:
-        command = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+        )
         workers = workers_of(command.pid) if await_steps(run, first, command) else []
         for worker in workers[-1:]:
             os.kill(worker, signal.SIGSTOP)

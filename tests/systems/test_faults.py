@@ -22,6 +22,7 @@ from ports import free_ports
 from waiting import gone, until
 
 from megabatch.launch import run_local
+from megabatch.runs import checkpoint
 
 pytestmark = [pytest.mark.systems, pytest.mark.timeout(600)]
 
@@ -129,12 +130,13 @@ def test_deaths_at_all_moments(deaths, whole, tmp_path):
 def test_a_killed_supervisor_leaves_no_workers_and_a_good_checkpoint(environ, alone, tmp_path):
     out = tmp_path / "run"
     line = [*MEGABATCH, "--workers", "3", "--epochs", "3", "--out", str(out)]
-    with subprocess.Popen(line, env=environ, stdout=subprocess.DEVNULL) as training:
-        assert await_steps(out, 25, training)  # an epoch and its checkpoint
-        workers = dying.workers_of(training.pid)
+    with dying.held(line, out, 25, 45, environ) as (training, workers):  # in the second of epochs
+        until(lambda: checkpoint.newest(out / "checkpoints"), "the checkpoint of the first")
         training.kill()
-    assert len(workers) == 3
-    assert gone(workers), "workers outlive their supervisor"
+        os.kill(workers[-1], signal.SIGCONT)
+        training.communicate(timeout=WAIT_SECONDS)
+        assert len(workers) == 3
+        assert gone(workers), "workers outlive their supervisor"
     done = subprocess.run(
         [*line, "--resume"], env=environ, capture_output=True, text=True, check=True
     )
