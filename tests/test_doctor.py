@@ -17,9 +17,7 @@ from megabatch import doctor, kernels
 from megabatch.doctor import child, compilers, machine, network, software
 from megabatch.doctor.child import Failed, ask
 from megabatch.doctor.finding import Finding
-from megabatch.errors import UserError
-from megabatch.host.granted import Granted, memory
-from megabatch.verbs import workers
+from megabatch.host.granted import memory
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "OMPI_", "PMI_", "MPI_", "SLURM_", "MASTER_", "GLOO_")
 CPU = {"error": None, "version": "2.13.0+cpu", "cuda": None, "hip": None, "nccl": None, "gpus": []}
@@ -318,21 +316,6 @@ def test_what_a_container_has_read_of_files_is_not_taken(tmp_path):
     root = machine_of(tmp_path, 32, memory_max=str(4 * 2**30), used_gib=4, cached_gib=3)
     assert memory(root) == (3 * 2**30, 4 * 2**30)
     assert memory(tmp_path / "no linux") is None
-
-
-def test_no_more_workers_than_the_memory_holds_are_started(monkeypatch):
-    """Each would start, and all together take the machine down."""
-    monkeypatch.setattr(workers, "memory", lambda: Granted(2**30, 2**32))
-    for few in (1, 16):
-        workers.check_workers(few)
-    with pytest.raises(UserError, match=r"^--workers is 17, .* 1\.0 GiB .*: give 16 at most$"):
-        workers.check_workers(17)
-    monkeypatch.setattr(workers, "memory", lambda: Granted(0, 2**32))
-    workers.check_workers(1)
-    with pytest.raises(UserError, match=r"give 1 at most$"):
-        workers.check_workers(2)
-    monkeypatch.setattr(workers, "memory", lambda: None)
-    workers.check_workers(1024)
 
 
 @pytest.mark.parametrize(

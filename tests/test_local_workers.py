@@ -17,8 +17,10 @@ from waiting import PATIENCE_SECONDS, gone, running, state, until
 from megabatch.cluster import Cluster
 from megabatch.elastic.processes import children
 from megabatch.errors import UserError, WorkerFailed
+from megabatch.host.granted import Granted
 from megabatch.host.stopping import SIGNALS
 from megabatch.launch import run_local
+from megabatch.verbs import workers
 
 
 def test_the_result_is_the_first_workers_and_all_of_them_ran(tmp_path):
@@ -34,6 +36,21 @@ def note_and_sum(folder):
     dist.all_gather(ranks, torch.tensor([cluster.rank]))
     cluster.leave()
     return cluster.rank, cluster.world, [int(rank) for rank in ranks], cluster.grid
+
+
+def test_no_more_workers_than_the_memory_holds_are_started(monkeypatch):
+    """Each would start, and all together take the machine down."""
+    monkeypatch.setattr(workers, "memory", lambda: Granted(2**30, 2**32))
+    for few in (1, 16):
+        workers.check_workers(few)
+    with pytest.raises(UserError, match=r"^--workers is 17, .* 1\.0 GiB .*: give 16 at most$"):
+        workers.check_workers(17)
+    monkeypatch.setattr(workers, "memory", lambda: Granted(0, 2**32))
+    workers.check_workers(1)
+    with pytest.raises(UserError, match=r"give 1 at most$"):
+        workers.check_workers(2)
+    monkeypatch.setattr(workers, "memory", lambda: None)
+    workers.check_workers(1024)
 
 
 def test_workers_begin_in_the_callers_folder(tmp_path, monkeypatch):

@@ -703,6 +703,9 @@ def test_the_noise_of_runs_is_told_along_their_way(study, tmp_path):
     assert math.isnan(run.noise_scale_at(0.2))
     (only,) = [row for row in noise(read(tmp_path)).split("<tr") if ">64</td>" in row]
     assert [number in only for number in ("36", "50", "57", "26,700")] == [True] * 4
+    lines[0] = step_line(0, epoch=None, noise_scale=9)
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert read(tmp_path).cell("recipe", 64).runs[0].noise_scale == 8e4
 
 
 def test_the_table_fits_80_columns_and_keeps_its_numbers(study, tmp_path):

@@ -40,6 +40,7 @@ class TrainingJob:
         self._output: deque[str] = deque(maxlen=_LAST_LINES)
         self._filler: Path | None = None
         self._left: tuple[int, ...] | None = None
+        """how its metrics looked as it was begun"""
         self.full = False
         """whether its disk is"""
         self._reading: threading.Thread | None = None
@@ -106,8 +107,8 @@ class TrainingJob:
     # --- how far it is -------------------------------------------------------------------------
 
     def seen(self) -> int:
-        """Images, by the last step that its metrics tell of. None yet where they are as those left
-        them who went before: nobody is there who would hear a signal."""
+        """Images, by the last step that its metrics tell of; 0 while these are still those of the
+        ones before it: until it goes on with them nobody is there who would hear a signal."""
         if self._look_of_metrics() == self._left:
             return 0
         for line in reversed(self._metrics(_TAIL_BYTES)):

@@ -66,7 +66,7 @@ class Result:
         """The gradient's when so much of what the run has come to was behind it, in images (nan:
         not known)."""
         epochs, scales = self.run.steps["epoch"], self.run.steps["noise_scale"]
-        until = fraction * max(epochs, default=math.nan)
+        until = fraction * max(filter(math.isfinite, epochs), default=math.nan)
         known = [
             scale
             for epoch, scale in zip(epochs, scales, strict=False)
