@@ -11,6 +11,8 @@ from megabatch.batchnorm import normalise as normalise_plain
 from megabatch.data.source import InMemory, InWords
 from megabatch.optim.lars_step import Settings
 from megabatch.optim.lars_step import update as update_plain
+from megabatch.optim.muon_step import MuonSettings
+from megabatch.optim.muon_step import update as muon_plain
 from megabatch.sync.control import counts as counted
 
 pytest.importorskip("triton", reason="Triton is not installed: no kernel was checked")
@@ -437,6 +439,114 @@ def test_lars_takes_other_layouts_and_dtypes(device):
     torch.testing.assert_close(weights[0], twins[0], rtol=1e-6, atol=5e-7)
     torch.testing.assert_close(buffers[0], twin_buffers[0], rtol=1e-6, atol=5e-7)
     assert buffers[0].stride() == weights[0].stride()
+
+
+MUON_RULES = [
+    {}, {"nesterov": True}, {"maximize": True}, {"momentum": 0.0, "rate": 0.0},
+    {"trust": None}, {"trust": None, "weight_decay": 0.1, "nesterov": True, "maximize": True},
+]  # fmt: skip
+MUON = MuonSettings(
+    rate=72.0, momentum=0.9, weight_decay=0.0, trust=0.001, nesterov=False, maximize=False
+)
+
+
+def muon_case(device):
+    """Wide, tall, of three widths, larger than a tile and not; nothing, and what began with it."""
+    shapes = [
+        (64, 3, 7, 7),
+        (70, 130),
+        (130, 70),
+        (64, 64),
+        (17, 31),
+        (3, 64),
+        (70, 9, 1, 1),
+        (5, 6),
+    ]
+    weights = [torch.randn(shape, device=device) for shape in shapes]
+    weights[0] = weights[0].contiguous(memory_format=torch.channels_last)
+    weights[4].zero_()
+    return weights
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # a copy may be infinite
+@pytest.mark.parametrize("changed", MUON_RULES)
+@pytest.mark.parametrize("good", [None, True, False])
+def test_muon(changed, good, device):
+    from megabatch.kernels.muon import update
+
+    torch.manual_seed(0)
+    weights, settings = muon_case(device), MUON._replace(**changed)
+    if settings.trust is None:
+        weights, settings = lars_case(device), settings._replace(rate=0.3)
+    buffers = [torch.randn_like(w) for w in weights]
+    lengths = [w.norm() for w in weights] if settings.trust else []
+    if lengths:
+        lengths[1].fill_(torch.inf)
+        buffers[3].zero_()
+    copies = [(i, weights[i].to(torch.float16)) for i in (0, 1, 3, 4)]
+    gate = None if good is None else torch.tensor(good, device=device)
+    twins, twin_buffers = [w.clone() for w in weights], [b.clone() for b in buffers]
+    for _ in range(2):
+        gradients = [torch.randn_like(w) * (good is not False) for w in weights]
+        gradients[3].zero_()
+        gradients[2].mul_(1e-3)
+        found = update(weights, gradients, buffers, lengths, settings, gate, copies)
+        wanted = muon_plain(twins, gradients, twin_buffers, lengths, settings, gate, [])
+    # On a GPU both compute in bf16, from numbers that may be rounded to it otherwise.
+    near = 1e-5 if device == "cpu" or settings.trust is None else 2e-2
+    for one, twin in zip(buffers, twin_buffers, strict=True):
+        torch.testing.assert_close(one, twin, rtol=1e-6, atol=5e-7)
+    for one, twin in zip(weights, twins, strict=True):
+        close(one, twin, near)
+    if good is False:
+        assert all(torch.equal(one, twin) for one, twin in zip(weights, twins, strict=True))
+    for i, copy in copies:
+        assert torch.equal(copy, weights[i].half())
+    for weight, length in zip(weights, lengths, strict=False):
+        if good is not False and 0 < length < torch.inf and settings.rate:
+            assert weight.norm().item() == pytest.approx(length.item(), rel=1e-6)
+    assert (found is None) == (wanted is None)
+    for one, other in zip(found or [], wanted or [], strict=True):
+        torch.testing.assert_close(one, other, rtol=near, atol=0)
+
+
+def test_muon_sees_small_gradients_and_takes_other_layouts(device):
+    """Squares of the small ones are 0; a checkpoint's buffers may lie as they like."""
+    from megabatch.kernels.muon import update
+
+    torch.manual_seed(0)
+    weights = [torch.randn(8, 3, 5, 5, device=device).contiguous(memory_format=torch.channels_last)]
+    twins, lengths = [weights[0].clone()], [weights[0].norm()]
+    gradients = [torch.randn(8, 3, 5, 5, device=device) * 1e-30]
+    buffers = [torch.zeros(8, 3, 5, 5, device=device)]
+    update(weights, gradients, buffers, lengths, MUON, None, [])
+    scaled = [gradients[0].double() * 1e30]
+    doubles, nothing = [twins[0].double()], [torch.zeros_like(scaled[0])]
+    muon_plain(doubles, scaled, nothing, [lengths[0].double()], MUON, None, [])
+    close(weights[0], doubles[0], 1e-5 if device == "cpu" else 1e-2)
+    assert buffers[0].stride() == weights[0].stride()
+
+
+@pytest.mark.parametrize("odd", ["vector", "half", "tensor rate", "nothing"])
+def test_muon_leaves_to_its_twin_what_it_does_not_take(odd, device):
+    from megabatch.kernels.muon import update
+
+    torch.manual_seed(0)
+    dtype = torch.float16 if odd == "half" else torch.float32
+    shape = {"vector": (6,), "nothing": (0, 4)}.get(odd, (6, 4))
+    weights = [
+        torch.randn(6, 4, device=device).to(dtype),
+        torch.randn(shape, device=device).to(dtype),
+    ]
+    rate = torch.tensor(72.0, device=device) if odd == "tensor rate" else 72.0
+    settings = MUON._replace(rate=rate)
+    lengths = [w.norm() for w in weights]
+    twins = [w.clone() for w in weights]
+    gradients = [torch.randn_like(w) for w in weights]
+    for of in (weights, twins):
+        step = update if of is weights else muon_plain
+        step(of, gradients, [torch.zeros_like(w) for w in of], lengths, settings, None, [])
+    assert all(torch.equal(one, twin) for one, twin in zip(weights, twins, strict=True))
 
 
 @pytest.mark.parametrize("n,h,w,span,dtype", [

@@ -9,7 +9,7 @@ from megabatch.cluster import Cluster
 from megabatch.config import Config, Data, LearningRate, OptimizerConfig
 from megabatch.errors import UserError
 from megabatch.optim import Muon, parameter_groups
-from megabatch.optim.muon import orthogonal
+from megabatch.optim.muon_step import orthogonal
 from megabatch.parts import assemble, prepared
 
 

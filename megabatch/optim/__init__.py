@@ -25,7 +25,9 @@ __all__ = [
     "names", "parameter_groups",
 ]  # fmt: skip
 
-_SHARED = ("groups", "layerwise", "layout", "lars_host", "lars_step", "norms")
+_SHARED = (
+    "fused", "groups", "layerwise", "layout", "lars_host", "lars_step", "muon_step", "norms"
+)  # fmt: skip
 _HOME = {
     "LARS": "lars",
     "LAMB": "lamb",

@@ -6,24 +6,20 @@ in kernels/lars.py and lars_host.py where those run.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megabatch import kernels
 from megabatch.optim import lars_host
+from megabatch.optim.fused import chosen
 from megabatch.optim.groups import Group
-from megabatch.optim.lars_step import Settings, Update, update
+from megabatch.optim.lars_step import Settings, update
 from megabatch.optim.layerwise import Layerwise, Number, rate_of, real, together
 
 FORMS = ("paper", "pytorch")
 POLICIES = ("lars", "clip", "scale")
-_KERNEL = "megabatch.kernels.lars"
 
 
 # LARC is LARS with another ratio and nothing else, so it is a policy of this class: the forms,
@@ -136,7 +132,8 @@ class LARS(Layerwise):
             correction=self._correction(group, rate) if group["momentum_correction"] else 1.0,
         )
         for part in together(group, weights):
-            step = self._implementation(group, part)
+            on_host = self._on_host if group["fused"] or self.rounds_freely else None
+            step = chosen("lars", group, part, on_host) or update
             seen = step(
                 real(part),
                 real([p.grad for p in part]),  # type: ignore[misc]
@@ -146,22 +143,6 @@ class LARS(Layerwise):
                 [(i, copies[p]) for i, p in enumerate(part) if p in copies] if copies else [],
             )
             self._note(part, seen)
-
-    def _implementation(self, group: Group, weights: list[Tensor]) -> Update:
-        fused = group["fused"]
-        if fused is None and (group["foreach"] is not None or torch.compiler.is_compiling()):
-            fused = False  # the compiler fuses the plain one
-        on_host = fused or (fused is None and self.rounds_freely)
-        if on_host and weights[0].is_cpu and _plain(weights):
-            return self._on_host
-        found = None if fused is False or not kernel_takes(weights) else kernel()
-        if fused and found is None:
-            raise ValueError(
-                f"fused=True needs plain weights of floating point, on a CPU or, with Triton, on a "
-                f"CUDA device: these are {weights[0].dtype} on {weights[0].device}; leave it at "
-                f"None."
-            )
-        return found or update
 
     def _keep(self, group: Group, weight: Tensor) -> dict[str, Tensor]:
         if group["momentum"]:
@@ -211,22 +192,3 @@ def build(settings: Any, groups: list[Group]) -> LARS:
         momentum_correction=settings.momentum_correction,
         policy=settings.policy,
     )
-
-
-@functools.cache
-def kernel() -> Update | None:
-    """The fused `Update`, where Triton has what it needs and the file is there."""
-    if kernels.lacking() or find_spec(_KERNEL) is None:
-        return None
-    found: Update = import_module(_KERNEL).update
-    return found
-
-
-def kernel_takes(weights: list[Tensor]) -> bool:
-    """Whether the kernel may take these: plain tensors on CUDA."""
-    return weights[0].is_cuda and _plain(weights)
-
-
-def _plain(weights: list[Tensor]) -> bool:
-    """Tensors of real numbers and nothing else: a shard, say, would lose its norm."""
-    return weights[0].is_floating_point() and set(map(type, weights)) <= {Tensor, nn.Parameter}
