@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from megabatch.batch import count_steps, step_at
+from megabatch.batch import step_at
 from megabatch.between_steps import Run, Summary
 from megabatch.cluster import Cluster
 from megabatch.config import Config
@@ -30,7 +30,7 @@ from megabatch.runs.log import Log
 from megabatch.runs.loggers import Logger, Theirs, check_loggers
 from megabatch.runs.memory import Memory, compared, copied
 from megabatch.runs.progress import say, to_people
-from megabatch.runs.verdict import Facts, bold_rate, few_steps, idle_workers
+from megabatch.runs.verdict import Facts, beforehand, idle_workers
 from megabatch.step import train_step
 from megabatch.workers.process import compute_settings
 
@@ -214,12 +214,8 @@ def _say_first(
     micro = ", or a smaller --micro"
     if (idle := idle_workers(config.batch, config.micro, cluster.world, micro)) is not None:
         log.say(idle)
-    stages = config.all_stages
-    steps, _ = count_steps(stages, images, config.epochs)
-    if (few := few_steps([stage.batch for stage in stages], images, steps)) is not None:
-        log.say(few)
-    if (bold := bold_rate(config.lr.peak(config.batch), config.optimizer)) is not None:
-        log.say(bold)
+    for words in beforehand(config, images):
+        log.say(words)
     if state.seen:
         log.say(f"resumed at step {state.steps}, epoch {state.seen / images:.2f}")
     if cluster.device.type == "cuda":

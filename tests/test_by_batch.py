@@ -123,14 +123,16 @@ def test_a_batch_without_spans_is_said_with_the_next_that_has_them():
     assert said == [[], [], [], []]
     (prime,) = doubts("mlperf", mlperf(4099))
     assert prime == (
-        "a batch of 4,099 is made of spans of 1 image, too few for batch norm's statistics: 4,096 "
-        "has spans of 64"
+        "a batch of 4,099 is made of spans of 1 image, too few for batch norm's statistics, and "
+        "takes 4,099 passes, slow ones: 4,096 has spans of 64"
     )
     said = doubts("tiny", tiny(6002))
     assert said == [
-        "a batch of 6,002 is made of spans of 2 images, too few for batch norm's statistics: 6,016 "
-        "has spans of 64"
+        "a batch of 6,002 is made of spans of 2 images, too few for batch norm's statistics, and "
+        "takes 3,001 passes, slow ones: 6,016 has spans of 64"
     ]
+    (few,) = doubts("tiny", replace(tiny(4096 + 48), span=16, micro=592))
+    assert "spans of 16 images, too few for batch norm's statistics: 4,160 has" in few
     assert len(doubts("tiny", tiny(13))) == 1  # a batch as small as that is one span
     assert doubts("mlperf", replace(mlperf(4096), span=1)) == []  # given by hand
 

@@ -57,6 +57,17 @@ def test_a_recipes_help_has_its_values_and_every_section(capsys):
     assert all(f"--{section}.*" in said for section in sections)
 
 
+@pytest.mark.parametrize("words", ["", "--batch", "--batch many", "--batch 0"])
+def test_a_recipes_help_has_the_values_of_the_batch_beside_it(words, capsys):
+    asked = recipes.named("mlperf", batch=32768)
+    said = help_of("train mlperf --batch 32768 --lr.warmup 3", capsys)
+    for name, value in (("epochs", asked.epochs), ("batch", 32768), ("micro", asked.micro)):
+        assert re.search(rf"--{name} {value:g}  ", said), name
+    assert re.search(rf"--lr.reference {asked.lr.reference:g}  ", said)
+    # Who asks for help may not know what to write yet.
+    assert help_of(f"train mlperf {words}", capsys) == help_of("train mlperf", capsys)
+
+
 @pytest.mark.parametrize(
     ("words", "kind"),
     [

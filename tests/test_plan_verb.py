@@ -83,7 +83,8 @@ def test_the_table_fits_80_columns_and_marks_the_best_in_a_pipe(recipe):
     assert (ran.returncode, ran.stderr) == (0, "")
     lines = ran.stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    table = lines[2 : lines.index("", 2)]
+    begins = lines.index("") + 1  # the recipe and its settings stand above
+    table = lines[begins : lines.index("", begins)]
     assert [line.split()[1] for line in table if line.startswith("*")] == ["8", "512", "4,096"]
     assert "$" in table[1] and "kWh" in ran.stdout and "nine of ten times" in ran.stdout
 
@@ -398,3 +399,23 @@ def test_any_module_is_exported_with_its_attention(capsys, tmp_path, recipe, mon
         err = capsys.readouterr().err
         assert "ours" in err or "theirs" in err
         assert err.count("\n") == 1
+
+
+def test_the_settings_of_a_batch_and_what_is_not_known_of_it_stand_beside_the_times(capsys):
+    status, out, _ = ask(capsys, "mlperf", "--batch", "32768", "--gpus", "8", "--json")
+    words = " ".join(out.split())
+    assert status == 0 and "a batch of 32,768, 58 epochs: LARS at a rate of" in words
+    found = json.loads(out.splitlines()[-1])
+    assert found["settings"] in words and found["doubts"] == []
+    status, out, _ = ask(
+        capsys, "mlperf", "--batch", "32768", "--gpus", "8", "--keep-epochs", "--json"
+    )
+    kept = json.loads(out.splitlines()[-1])
+    assert "a batch of 32,768, 37 epochs: LARS" in kept["settings"]
+    (cost,) = kept["doubts"]
+    assert "37 are expected to cost" in cost and f"note: {cost}" in " ".join(out.split())
+    assert kept["best"][0]["seconds_to_target"] < found["best"][0]["seconds_to_target"]
+    status, _, err = ask(capsys, "goyal2017", "--keep-epochs")
+    assert status == 2 and "goyal2017 keeps its epochs at any batch" in err
+    _, out, _ = ask(capsys, "mikami2018", "--gpus", "8")
+    assert "a batch of 34,816, then 69,632, 90 epochs: LARS at a rate of" in " ".join(out.split())

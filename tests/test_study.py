@@ -397,6 +397,9 @@ def test_a_study_grows_and_nothing_is_run_twice(tmp_path, capfd, monkeypatch):
         ("recipe", 64, [0]), ("recipe", 256, [0])
     ]  # fmt: skip
     assert "run 2 of 2: 256-s0; left 0:0" in said.err
+    # What a run would say beforehand is said once, though its runs say nothing.
+    assert said.err.count("64-s0: warning: 5 steps in all are few to learn in") == 1
+    assert said.err.count("256-s0: warning: 2 steps in all are few to learn in") == 1
     assert (tmp_path / "study/report.html").exists() and (tmp_path / "study/error.svg").exists()
     assert not (tmp_path / "study/64-s0/checkpoints").exists()
     before = (tmp_path / "study/64-s0/summary.json").read_bytes()

@@ -195,6 +195,15 @@ class Config:
         lr = self.lr.stretched(stretch)
         return replace(self, epochs=epochs, batch=batch, lr=lr, stages=stages)
 
+    def in_words(self) -> str:
+        """What a batch is trained with, in one line."""
+        batches = ", then ".join(f"{stage.batch:,}" for stage in self.all_stages)
+        warm = f" after {self.lr.warmup:g} epochs of warm-up" if self.lr.warmup else ""
+        return (
+            f"a batch of {batches}, {self.epochs:g} epochs: {self.optimizer.title} at a rate of "
+            f"{self.lr.peak(self.batch):g}{warm}, {self.optimizer.in_words()}"
+        )
+
     def derived(
         self, images: int, world: int, grid: tuple[int, int] | None = None
     ) -> list[tuple[str, str, str]]:

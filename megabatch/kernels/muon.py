@@ -44,7 +44,7 @@ _UNIT = 64
 _EPS = torch.finfo(torch.float32).eps
 
 
-class Packed(NamedTuple):
+class Matrices(NamedTuple):
     """Where matrices lie in their batches, and the tiles that they are cut into."""
 
     tile: Tensor
@@ -149,7 +149,7 @@ def _turn(
 
 
 @functools.lru_cache(maxsize=64)
-def _packed(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Packed:
+def _packed(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Matrices:
     """Of weights that are matrices of these shapes, as they lie."""
     alike: dict[int, list[int]] = defaultdict(list)
     for index, shape in enumerate(shapes):
@@ -175,7 +175,7 @@ def _packed(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Packed
     begins = torch.tensor([0, *counts]).cumsum(0)
     tile = torch.tensor(tiles).mT.contiguous()
     tile, begins, place = (sent(each, device) for each in (tile, begins, place))
-    return Packed(tile, begins, place, tuple(batches), len(tiles), length)
+    return Matrices(tile, begins, place, tuple(batches), len(tiles), length)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

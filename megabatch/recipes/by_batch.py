@@ -118,9 +118,11 @@ def few_in_a_span(config: Config, wanted: int) -> str | None:
     if batch % wanted == 0 or 2 * span >= min(wanted, batch):
         return None
     better = round(batch / wanted) * wanted
+    passes = batch // config.micro
+    slow = f", and takes {passes:,} passes, slow ones" if passes > batch // wanted else ""
     return (
         f"a batch of {batch:,} is made of spans of {span} image{'s' * (span != 1)}, too few for "
-        f"batch norm's statistics: {better:,} has spans of {wanted}"
+        f"batch norm's statistics{slow}: {better:,} has spans of {wanted}"
     )
 
 

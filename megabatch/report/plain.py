@@ -25,16 +25,21 @@ def text(
     compared: str,
     remarks: list[str],
     own: Sequence[Forecast] = (),
+    settings: str = "",
+    doubted: Sequence[str] = (),
 ) -> str:
-    """Table, the best rows in full, what the recipe does as it is, advice, notes."""
+    """The recipe's settings, table, the best rows in full, what the recipe does as it is, what is
+    doubtful in it, advice, notes."""
     best = best_by_gpus(found)
-    lines = [*_wrapped(title), "", *_table(found, best, compared), "", *_wrapped(_LEGEND), ""]
+    lines = [*_wrapped(title), *(_wrapped(settings) if settings else [])]
+    lines += ["", *_table(found, best, compared), "", *_wrapped(_LEGEND), ""]
     for forecast in best:
         lines += _wrapped(f"* {in_words(forecast)}")
     for forecast in own:
         lines += _wrapped(f"as the recipe sums: {_in_short(forecast)}")
     lines += [line for one in _idle_choice(found, compared) for line in _wrapped(one)]
     lines += [line for one in dict.fromkeys(remarks) for line in _wrapped(f"advice: {one}")]
+    lines += [line for one in doubted for line in _wrapped(f"note: {one}")]
     notes = dict.fromkeys(note for forecast in found for note in forecast.notes)
     lines += [line for note in notes for line in _wrapped(f"note: {note}")]
     return "\n".join(line.rstrip() for line in lines)

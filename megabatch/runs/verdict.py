@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megabatch.config import OptimizerConfig
+from megabatch.batch import count_steps
+from megabatch.config import Config, OptimizerConfig
 
 _NOTABLE = 0.05
 """a share below this is not worth changing anything for"""
@@ -292,6 +293,17 @@ def idle_workers(images: int, micro: int, world: int, or_else: str = "") -> str 
         f"warning: {world - micros} of {world} workers idle, for {images:,} images are {work}: use "
         f"--workers {micros}{or_else}"
     )
+
+
+def beforehand(config: Config, images: int) -> Iterator[str]:
+    """Warnings of what a run over so many images will meet, a sentence each."""
+    stages = config.all_stages
+    steps, _ = count_steps(stages, images, config.epochs)
+    found = (
+        few_steps([stage.batch for stage in stages], images, steps),
+        bold_rate(config.lr.peak(config.batch), config.optimizer),
+    )
+    return (words for words in found if words is not None)
 
 
 _FEW_STEPS = 40

@@ -33,6 +33,7 @@ from megabatch.host.durable import lock, remove
 from megabatch.host.stopping import stop_is_kept
 from megabatch.runs.alive import mark
 from megabatch.runs.progress import Due, clock
+from megabatch.runs.verdict import beforehand
 from megabatch.study.results import read
 from megabatch.study.trials import (
     StudyPlan,
@@ -238,6 +239,10 @@ class Sweep:
     def _run(self, trial: Trial) -> tuple[Summary | None, str | None]:
         """How one run ended, or why it failed."""
         try:
+            sources = self._images.of(trial.config)
+            if not self._verbose:  # else the run says it
+                for words in beforehand(trial.config, len(sources[0])):
+                    self._progress.once(self._say, f"{trial.name}: {words}", about=words)
             summary = train(
                 trial.config,
                 cluster=self._cluster,
@@ -245,7 +250,7 @@ class Sweep:
                 resume=True,
                 quiet=not self._verbose,
                 loggers=() if self._verbose else [Voice(trial, self._say)],
-                sources=self._images.of(trial.config),
+                sources=sources,
             )
         except Stalled:  # a worker's failure, and no fault of the run's
             raise

@@ -53,4 +53,4 @@ def _value(name: str, launch: Any, config: Config) -> str:
     for part in name.split("."):
         holder = getattr(holder, part)
     bare = isinstance(holder, bool) or holder is None or holder == ""
-    return "" if bare else f" {holder}"
+    return "" if bare else f" {holder:g}" if isinstance(holder, float) else f" {holder}"

@@ -17,7 +17,7 @@ EXAMPLES = {
         "megabatch pack PICTURES pictures.arrow --size 256",
         "megabatch pack --verify pictures.arrow",
     ),
-    "plan": ("megabatch plan mikami2018 --gpus 512,2048", "megabatch plan published"),
+    "plan": ("megabatch plan mikami2018 --gpus 512,2048",),
     "bench": (
         "megabatch bench step --model resnet50 --micro 32 64",
         "megabatch bench sync --workers 4",

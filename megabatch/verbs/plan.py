@@ -38,7 +38,7 @@ from megabatch.report import tables
 from megabatch.report.plain import best_by_gpus, text
 from megabatch.verbs.examples import show_examples
 from megabatch.verbs.parsing import parse
-from megabatch.verbs.sizing import recipe_named
+from megabatch.verbs.sizing import check_keeping, recipe_named
 
 
 def _optional(metavar: str) -> Any:
@@ -81,6 +81,8 @@ class PlanFlags:
     """another global batch; the stages keep their multiples of it"""
     epochs: Annotated[float | None, _optional("N")] = None
     """another length of the run"""
+    keep_epochs: bool = False
+    """keep the length, where a recipe's length follows --batch"""
     workload: Annotated[str | None, _optional("NAME")] = None
     """another model, vgg16 say; or the JSON that megabatch bench step --export writes"""
     price: Annotated[float | None, _optional("USD")] = None
@@ -109,7 +111,7 @@ def run(arguments: list[str]) -> int:
     if name == "published":
         return _published(parse(PublishedFlags, "plan published", arguments[1:]))
     flags = parse(PlanFlags, f"plan {name}", arguments[1:])
-    config = _parted(_config(name, flags.epochs, flags.batch), flags)
+    config = _parted(_config(name, flags), flags)
     model = (
         workload.load(flags.workload)
         if flags.workload is not None
@@ -122,10 +124,13 @@ def run(arguments: list[str]) -> int:
     else:
         found, remarks, own = _compared(config, machine, model, flags)
     title = f"{config.name}, {model.name} on {machine.name}"
-    print(text(found, title, flags.compare, remarks, own))
+    settings, doubted = config.in_words(), recipes.doubts(name, config)
+    print(text(found, title, flags.compare, remarks, own, settings, doubted))
     result: dict[str, Any] = {
         "recipe": config.name,
         "machine": flags.machine,
+        "settings": settings,
+        "doubts": doubted,
         "rows": [forecast.row() for forecast in found],
         "best": [forecast.row() for forecast in best_by_gpus(found)],
         "as_configured": [forecast.row() for forecast in own],
@@ -144,12 +149,14 @@ def run(arguments: list[str]) -> int:
     return DONE
 
 
-def _config(name: str, epochs: float | None, batch: int | None) -> Config:
+def _config(name: str, flags: PlanFlags) -> Config:
+    epochs, batch = flags.epochs, flags.batch
     if epochs is not None and not 0 < epochs < float("inf"):
         raise UserError(f"--epochs is {epochs:g}; give a length above 0")
     if batch is not None and batch < 1:
         raise UserError(f"--batch is {batch}; give at least 1 image")
-    return recipes.named(name, epochs, batch)
+    check_keeping(name, flags.keep_epochs)
+    return recipes.named(name, epochs, batch, keep_epochs=flags.keep_epochs)
 
 
 def _parted(config: Config, flags: PlanFlags) -> Config:

@@ -42,11 +42,7 @@ def sized(name: str, words: str, arguments: list[str], batch: int | None = None)
     """The recipe for what `megabatch WORDS ...` gives, or for another batch."""
     size = parse_some(Size, words, arguments)
     follows = name in recipes.BY_BATCH
-    if size.keep_epochs and not follows:
-        raise UserError(
-            f"{name} keeps its epochs at any batch: --keep-epochs is for recipes whose length "
-            f"follows the batch, {', '.join(recipes.BY_BATCH)}"
-        )
+    check_keeping(name, size.keep_epochs)
     batch = size.batch if batch is None else batch
     images = _images_in(size.data.path) if follows else None
     config = recipes.named(name, size.epochs, batch, images, size.keep_epochs)
@@ -54,6 +50,15 @@ def sized(name: str, words: str, arguments: list[str], batch: int | None = None)
         # The recipe's share is for its own few images; any others have what packing has.
         config = replace(config, data=replace(config.data, val_share=Data.val_share))
     return config
+
+
+def check_keeping(name: str, keep_epochs: bool) -> None:
+    """Refuse to keep the length of a recipe that keeps it anyway."""
+    if keep_epochs and name not in recipes.BY_BATCH:
+        raise UserError(
+            f"{name} keeps its epochs at any batch: --keep-epochs is for recipes whose length "
+            f"follows the batch, {', '.join(recipes.BY_BATCH)}"
+        )
 
 
 def doubts(name: str, config: Config) -> Iterator[str]:

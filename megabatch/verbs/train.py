@@ -28,7 +28,7 @@ from megabatch.verbs.before import (
 )
 from megabatch.verbs.brief import show_brief
 from megabatch.verbs.examples import show_examples
-from megabatch.verbs.help import WIDE
+from megabatch.verbs.help import ASKED, WIDE
 from megabatch.verbs.parsing import parse
 from megabatch.verbs.sizing import doubts, recipe_named, sized
 from megabatch.verbs.sums import check_sums
@@ -84,7 +84,7 @@ def run(arguments: list[str]) -> int:
     if name is None:
         return _help("--help-all" in arguments)
     if {"-h", "--help"} & {*arguments}:
-        show_brief(f"train {name}", Launch(), recipes.named(name, None, None))
+        show_brief(f"train {name}", Launch(), _asked_about(name, arguments[1:]))
         return DONE
     config, launch = read_flags(name, arguments[1:])
     if launch.resume and launch.out is None:
@@ -117,6 +117,15 @@ def run(arguments: list[str]) -> int:
         if launch.json:
             print(json.dumps(finite(summary)), flush=True)
     return STOPPED if summary["ended"] == "stopped" else DONE
+
+
+def _asked_about(name: str, arguments: list[str]) -> Config:
+    """The recipe at the length and batch that stand beside --help; as it is, where they cannot be
+    read: who asks for help may not know them yet."""
+    try:
+        return sized(name, f"train {name}", [word for word in arguments if word not in ASKED])
+    except UserError:
+        return recipes.named(name)
 
 
 def _workers_of(launch: Launch, config: Config) -> tuple[int, ...]:
