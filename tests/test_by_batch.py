@@ -77,12 +77,12 @@ def test_the_rate_of_what_does_not_adapt_goes_from_row_to_row(rows):
     assert made == pytest.approx(even)
 
 
-def test_between_sgd_and_lars_there_is_nothing_to_interpolate():
+def test_between_sgd_and_muon_there_is_nothing_to_interpolate():
     below, above = LONG[0], LONG[1]
-    assert (below.optimizer, above.optimizer) == ("sgd", "lars")
-    near_sgd, near_lars = row_at(LONG, 1.5 * below.batch), row_at(LONG, above.batch / 1.5)
+    assert (below.optimizer, above.optimizer) == ("sgd", "muon")
+    near_sgd, near_muon = row_at(LONG, 1.5 * below.batch), row_at(LONG, above.batch / 1.5)
     assert near_sgd.optimizer == "sgd" and near_sgd.rate == pytest.approx(1.5 * below.rate)
-    assert near_lars.optimizer == "lars" and near_lars.rate == pytest.approx(above.rate / 1.5)
+    assert near_muon.optimizer == "muon" and near_muon.rate == above.rate
 
 
 @given(st.integers(5, 11))
@@ -234,7 +234,7 @@ def test_configs_of_rows_are_written_and_read(tmp_path):
 def test_muons_step_is_the_same_share_of_a_weight_outside_its_rows():
     """Of the shares tried at 8,192 the double was worse and four times it learnt nothing."""
     for name, rows, made in (("tiny30", SHORT, tiny30), ("tiny", LONG, tiny)):
-        for batch, nearest in ((3000, rows[-2]), (16384, rows[-1]), (65536, rows[-1])):
+        for batch, nearest in ((768, rows[1]), (16384, rows[-1]), (65536, rows[-1])):
             assert nearest.optimizer == "muon"
             assert row_at(rows, batch) == nearest._replace(batch=batch)
             assert made(batch).lr.peak(batch) == nearest.rate
@@ -243,7 +243,7 @@ def test_muons_step_is_the_same_share_of_a_weight_outside_its_rows():
 
 
 def test_other_rates_go_with_the_batch_outside_their_rows():
-    lars = [row for row in SHORT if row.optimizer == "lars"]
+    lars = [LONG[0]._replace(optimizer="lars", rate=10.0)]
     assert row_at(lars, 2 * lars[-1].batch).rate == 2 * lars[-1].rate
     assert tiny(64).lr.peak(64) == LONG[0].rate / 4
     (doubt,) = doubts("tiny", tiny(64))
@@ -251,11 +251,18 @@ def test_other_rates_go_with_the_batch_outside_their_rows():
 
 
 def test_between_two_optimizers_one_sentence_is_said():
-    assert doubts("tiny30", tiny30(4096)) == doubts("tiny30", tiny30(6000)) == []
+    assert doubts("tiny30", tiny30(4096)) == doubts("tiny30", tiny30(6016)) == []
+    (doubt,) = doubts("tiny30", tiny30(768))
+    assert "768 lies between 256 and 1,024, which have different optimizers" in doubt
+    assert "the settings are those of 1,024, and may want tuning" in doubt
+    (doubt,) = doubts("tiny30", tiny30(384))
+    assert "those of 256 with the rate in proportion" in doubt
+
+
+def test_a_row_that_nobody_ran_is_said_at_it_and_beside_it():
     (doubt,) = doubts("tiny30", tiny30(1024))
     assert doubt.startswith("a batch of 1,024 has settings that were carried over to it and never")
-    (doubt,) = doubts("tiny30", tiny30(3072))
-    assert "3,072 lies between 1,024 and 4,096, which have different optimizers" in doubt
-    assert "the settings are those of 4,096, and may want tuning" in doubt
-    (doubt,) = doubts("tiny30", tiny30(1536))
-    assert "those of 1,024 with the rate in proportion" in doubt
+    between = tiny30(2048)
+    assert (between.lr.peak(2048), between.optimizer.name) == (60, "muon")
+    (doubt,) = doubts("tiny30", between)
+    assert doubt.startswith("a batch of 2,048 has settings between rows of which 1,024 was carried")

@@ -61,6 +61,10 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(getattr(one, "optimizer", None) == getattr(other, "optimizer", None))
 
 
+def _tried(row: Row) -> bool:
+    return bool(getattr(row, "tried", True))
+
+
 def _between(low: float, high: float, fraction: float) -> float:
     return low + fraction * (high - low)
 
@@ -88,17 +92,24 @@ def in_doubt(rows: Sequence[Row], batch: float, given: int) -> str | None:
     that nobody has tried, in one sentence; `given` is what it was called before it was carried over
     from other data."""
     least, most = rows[0].batch, rows[-1].batch
+    around = [two for two in itertools.pairwise(rows) if two[0].batch < batch < two[1].batch]
     between = [
         f"between {below.batch:,} and {above.batch:,}, which have different optimizers"
-        for below, above in itertools.pairwise(rows)
-        if below.batch < batch < above.batch and not _alike(below, above)
+        for below, above in around
+        if not _alike(below, above)
     ]
     row = _nearest(rows, batch)
     carried = "" if batch == given else f", by its share of the images {batch:,.0f} there,"
-    if row.batch == batch and not getattr(row, "tried", True):
+    if row.batch == batch and not _tried(row):
         return (
             f"a batch of {given:,}{carried} has settings that were carried over to it and never "
             f"run: they may want tuning"
+        )
+    untried = [f"{one.batch:,}" for two in around for one in two if not _tried(one)]
+    if untried and not between:
+        return (
+            f"a batch of {given:,}{carried} has settings between rows of which {untried[0]} was "
+            f"carried over and never run: they may want tuning"
         )
     if least <= batch <= most and not between:
         return None
