@@ -1,14 +1,19 @@
 """Each kernel of the training pass against its plain twin in float64: forward, every gradient, odd
 shapes. Without a GPU they run in Triton's interpreter, where Triton is installed."""
 
+import contextlib
+from importlib import import_module
+
 import pytest
 import torch
 from on_gpu import GPU, IF_THERE_IS_ONE, ON_A_GPU
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import max_pool2d
 
+from megabatch import kernels
 from megabatch.batchnorm import normalise as normalise_plain
 from megabatch.data.source import InMemory, InWords
+from megabatch.optim import fused
 from megabatch.optim.lars_step import Settings
 from megabatch.optim.lars_step import update as update_plain
 from megabatch.optim.muon_step import MuonSettings
@@ -547,6 +552,26 @@ def test_muon_leaves_to_its_twin_what_it_does_not_take(odd, device):
         step = update if of is weights else muon_plain
         step(of, gradients, [torch.zeros_like(w) for w in of], lengths, settings, None, [])
     assert all(torch.equal(one, twin) for one, twin in zip(weights, twins, strict=True))
+
+
+@pytest.mark.parametrize("name", ["lars", "muon"])
+def test_a_step_runs_on_the_device_of_its_weights(name, device, monkeypatch):
+    """Triton launches on the current one."""
+    there = []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        there.append(tensor)
+        yield
+        there.pop()
+
+    home = import_module(f"megabatch.kernels.{name}")
+    monkeypatch.setattr(home, "update", lambda weights, *others: (there == weights, *others))
+    monkeypatch.setattr(kernels, "lacking", lambda: "")
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    weights = [torch.ones(2, device=device)]
+    step = fused.kernel.__wrapped__(name)
+    assert step(weights, "gradients") == (True, "gradients") and not there
 
 
 @pytest.mark.parametrize("n,h,w,span,dtype", [

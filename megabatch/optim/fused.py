@@ -4,6 +4,7 @@ nothing else was asked for."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -42,7 +43,18 @@ def kernel(name: str) -> Any:
     home = f"megabatch.kernels.{name}"
     if kernels.lacking() or find_spec(home) is None:
         return None
-    return import_module(home).update
+    return _on_their_device(import_module(home).update)
+
+
+def _on_their_device(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step where its weights lie: Triton launches on the current device, which may be another."""
+
+    @functools.wraps(step)
+    def there(weights: list[Tensor], *others: Any) -> Any:
+        with torch.cuda.device_of(weights[0]):
+            return step(weights, *others)
+
+    return there
 
 
 def kernel_takes(weights: list[Tensor]) -> bool:
