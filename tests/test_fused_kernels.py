@@ -532,6 +532,28 @@ def test_muon_sees_small_gradients_and_takes_other_layouts(device):
     assert buffers[0].stride() == weights[0].stride()
 
 
+@pytest.mark.parametrize("name", ["lars", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_state_of_a_net_that_was_half_goes_on_beside_full_weights(name, dtype, device):
+    """Read as fp32 it would be other numbers, and end too soon."""
+    plain, settings = {"lars": (update_plain, SETTINGS), "muon": (muon_plain, MUON)}[name]
+    torch.manual_seed(0)
+    weights, gradients = ([torch.randn(40, 40, device=device)] for _ in range(2))
+    before = [torch.randn(40, 40, device=device).to(dtype)]
+    lengths = [[w.norm().to(dtype) for w in weights]] if name == "muon" else []
+    kernel = import_module(f"megabatch.kernels.{name}").update
+    found = []
+    for step in (kernel, plain):
+        own, buffers = ([t.clone() for t in tensors] for tensors in (weights, before))
+        if step is plain:
+            buffers = [b.float() for b in buffers]
+        step(own, gradients, buffers, *lengths, settings, None, [])
+        found.append([*own, *buffers])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == torch.float32
+        close(one, other, 1e-5 if device == "cpu" or name == "lars" else 2e-2)
+
+
 @pytest.mark.parametrize("odd", ["vector", "half", "tensor rate", "nothing"])
 def test_muon_leaves_to_its_twin_what_it_does_not_take(odd, device):
     from megabatch.kernels.muon import update

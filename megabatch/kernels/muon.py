@@ -76,6 +76,7 @@ def update(
     if isinstance(settings.rate, Tensor) or not matrices or not takes(weights, copies):
         return update_plain(weights, gradients, buffers, lengths, settings, good, copies)
     gradients = lay_alike(weights, gradients, buffers)
+    lengths = [length.to(w) for length, w in zip(lengths, weights, strict=False)]
     lists = [weights, gradients, buffers]
     table = addresses_of(copies, *lists, *([lengths] if lengths else []))
     if settings.trust is None:

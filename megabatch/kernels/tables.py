@@ -47,10 +47,12 @@ def lay_alike(
     weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor]
 ) -> list[Tensor]:
     """The gradients as their weights lie; a buffer that came in another layout, from a checkpoint,
-    takes its weight's."""
+    takes its weight's, and so does one of a net that was cast or moved after its first step: of a
+    table's addresses nobody asks what lies there."""
     for buffer, weight in zip(buffers, weights, strict=False):
-        if not laid_alike(buffer, weight):
-            buffer.data = laid_as(buffer, weight)
+        there = buffer.dtype == weight.dtype and buffer.device == weight.device
+        if not there or not laid_alike(buffer, weight):
+            buffer.data = torch.empty_like(weight).copy_(buffer)
     return [laid_as(g, w) for g, w in zip(gradients, weights, strict=True)]
 
 
