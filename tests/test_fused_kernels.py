@@ -554,6 +554,23 @@ def test_the_state_of_a_net_that_was_half_goes_on_beside_full_weights(name, dtyp
         close(one, other, 1e-5 if device == "cpu" or name == "lars" else 2e-2)
 
 
+@pytest.mark.parametrize("name", ["lars", "muon"])
+def test_tables_are_made_on_the_host_whatever_device_a_caller_has_made_the_default(name, device):
+    """From there they are sent through pinned memory."""
+    kernel = import_module(f"megabatch.kernels.{name}").update
+    settings = SETTINGS if name == "lars" else MUON
+    weights = [torch.randn(43, 5, device=device)]  # of which no table is kept
+    buffers, gradients = ([torch.randn_like(w) for w in weights] for _ in range(2))
+    lengths = [[w.norm() for w in weights]] if name == "muon" else []
+    before = weights[0].clone()
+    torch.set_default_device("meta")
+    try:
+        kernel(weights, gradients, buffers, *lengths, settings, None, [])
+    finally:
+        torch.set_default_device(None)
+    assert not torch.equal(weights[0], before)
+
+
 @pytest.mark.parametrize("odd", ["vector", "half", "tensor rate", "nothing"])
 def test_muon_leaves_to_its_twin_what_it_does_not_take(odd, device):
     from megabatch.kernels.muon import update

@@ -155,7 +155,7 @@ def _packed(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Matric
     alike: dict[int, list[int]] = defaultdict(list)
     for index, shape in enumerate(shapes):
         alike[min(shape)].append(index)
-    place = torch.empty((5, len(shapes)), dtype=torch.int64)
+    places = [[0]] * len(shapes)
     batches = []
     length = 0
     for rows, members in alike.items():
@@ -164,7 +164,7 @@ def _packed(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Matric
         for number, index in enumerate(members):
             tall = shapes[index][0] > shapes[index][1]  # turned, so that all are wide
             apart = (1, most) if tall else (most, 1)
-            place[:, index] = torch.tensor([*shapes[index], length + number * rows * most, *apart])
+            places[index] = [*shapes[index], length + number * rows * most, *apart]
         length += -(-len(members) * rows * most // _UNIT) * _UNIT
     tiles = [
         (index, row, column)
@@ -173,8 +173,9 @@ def _packed(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Matric
         for column in range(0, columns, _SIDE)
     ]
     counts = [-(-rows // _SIDE) * -(-columns // _SIDE) for rows, columns in shapes]
-    begins = torch.tensor([0, *counts]).cumsum(0)
-    tile = torch.tensor(tiles).mT.contiguous()
+    with torch.device("cpu"):  # whatever a caller has made the default
+        begins = torch.tensor([0, *counts]).cumsum(0)
+        tile, place = (torch.tensor(rows).mT.contiguous() for rows in (tiles, places))
     tile, begins, place = (sent(each, device) for each in (tile, begins, place))
     return Matrices(tile, begins, place, tuple(batches), len(tiles), length)
 

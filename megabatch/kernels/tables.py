@@ -72,10 +72,11 @@ def half_of(copies: list[tuple[int, Tensor]]) -> int:
 def chunks_of(sizes: tuple[int, ...], device: torch.device) -> Chunks:
     """Of tensors with so many elements."""
     counts = [triton.cdiv(size, CHUNK) for size in sizes]
-    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    begins = torch.tensor([0, *counts]).cumsum(0)
-    offset = (torch.arange(len(owner)) - begins[owner]) * CHUNK
-    tables = (torch.stack([owner, offset]), begins, torch.tensor(sizes))
+    with torch.device("cpu"):  # whatever a caller has made the default
+        owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        begins = torch.tensor([0, *counts]).cumsum(0)
+        offset = (torch.arange(len(owner)) - begins[owner]) * CHUNK
+        tables = (torch.stack([owner, offset]), begins, torch.tensor(sizes))
     chunk, starts, lengths = (sent(table, device) for table in tables)
     return Chunks(chunk, starts, lengths, len(owner))
 
@@ -84,11 +85,11 @@ def chunks_of(sizes: tuple[int, ...], device: torch.device) -> Chunks:
 @functools.lru_cache(maxsize=256)
 def table_of(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """Addresses on the device."""
-    return sent(torch.tensor(addresses), device)
+    return sent(torch.tensor(addresses, device="cpu"), device)
 
 
 def sent(table: Tensor, device: torch.device) -> Tensor:
-    """A table on the device, for which the host does not wait."""
+    """A table, made on the CPU, on the device, for which the host does not wait."""
     if device.type == "cuda":
         table = table.pin_memory()  # a copy from any other memory would wait for the device
     return table.to(device, non_blocking=True)
