@@ -571,6 +571,25 @@ def test_tables_are_made_on_the_host_whatever_device_a_caller_has_made_the_defau
     assert not torch.equal(weights[0], before)
 
 
+@pytest.mark.parametrize("name", ["lars", "muon"])
+def test_a_graph_takes_the_plain_twin(name, device, monkeypatch):
+    """It would be launched again with tables that are gone by then."""
+    from megabatch.kernels import tables
+
+    monkeypatch.setattr(tables, "_captured", lambda device: True)
+    plain, settings = {"lars": (update_plain, SETTINGS), "muon": (muon_plain, MUON)}[name]
+    kernel = import_module(f"megabatch.kernels.{name}").update
+    monkeypatch.setattr(import_module(kernel.__module__), "table_of", None)
+    weights, gradients, buffers = ([torch.randn(6, 4, device=device)] for _ in range(3))
+    lengths = [[w.norm() for w in weights]] if name == "muon" else []
+    found = []
+    for step in (kernel, plain):
+        own, held = ([t.clone() for t in tensors] for tensors in (weights, buffers))
+        step(own, gradients, held, *lengths, settings, None, [])
+        found.append([*own, *held])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("odd", ["vector", "half", "tensor rate", "nothing"])
 def test_muon_leaves_to_its_twin_what_it_does_not_take(odd, device):
     from megabatch.kernels.muon import update

@@ -33,14 +33,21 @@ class Chunks(NamedTuple):
 
 
 def takes(weights: list[Tensor], copies: list[tuple[int, Tensor]]) -> bool:
-    """Whether these are dense fp32 weights, their copies in one half precision and laid alike."""
+    """Whether these are dense fp32 weights, their copies in one half precision and laid alike; not
+    for a CUDA graph, which would hold no table that is kept here or made on the host."""
     dtypes = {copy.dtype for _, copy in copies}
     return (
-        len(dtypes) <= 1
+        not _captured(weights[0].device)
+        and len(dtypes) <= 1
         and dtypes <= HALF.keys()
         and all(w.dtype == torch.float32 and dense(w) for w in weights)
         and all(laid_alike(copy, weights[i]) for i, copy in copies)
     )
+
+
+def _captured(device: torch.device) -> bool:
+    """Whether launches are kept for a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def lay_alike(
