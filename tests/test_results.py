@@ -325,6 +325,19 @@ def test_when_the_noise_passes_a_batch():
     assert f"above the batch itself only from epoch {above[0]} and {above[1]} on" in told
 
 
+def test_what_lars_lost_at_the_batches_that_its_probe_forecast():
+    found = result("study/tiny30/study.json")["rows"]
+    (baseline,) = (r["top1"] for r in found if (r["batch"], r["arm"]) == (256, "recipe"))
+    lars = {
+        row["batch"]: baseline - 100 * row["top1"]
+        for row in result("study/search.json")["rows"]
+        if row["judged_by"] == "validation images" and "optimizer" not in row and row["steps"] > 99
+    }
+    assert (
+        f"with LARS 4,096 ended {lars[4096]:.1f} points below SGD at 256 and 8,192 {lars[8192]:.1f}"
+    ) in " ".join(page("docs/cards/noise-scale.md").split())
+
+
 def test_where_a_large_batch_nearly_loses_its_way():
     """Over 90 epochs the loss rises above chance's while the rate does, from 8,192 on; over 30,
     with a slower last layer and a longer warm-up, nowhere."""
