@@ -412,6 +412,29 @@ def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(make, oth
     assert str(optimizer.state_dict()) == str(before)
 
 
+@pytest.mark.parametrize(
+    ("make", "other", "sentence"),
+    [
+        (MAKERS["paper"], torch.optim.Muon, "torch.optim.Muon, whose momentum is an average"),
+        (MAKERS["sgd"], torch.optim.Muon, "torch.optim.Muon, whose momentum is an average"),
+        (MAKERS["muon"], torch.optim.Muon, "torch.optim.Muon.*: Muon takes them in full"),
+        (
+            MAKERS["muon"],
+            partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
+            "dampening of 0.5, which Muon has not",
+        ),
+    ],
+)
+def test_a_momentum_of_shares_of_gradients_is_refused(make, other, sentence):
+    """For that of the paper form, which is a step, its gradients are thousands of times too long;
+    beside gradients in full it is as good as none."""
+    strangers = weights_of([(4, 3)])
+    foreign = other(strangers, 0.7)
+    run(foreign, strangers)
+    with pytest.raises(ValueError, match=sentence):
+        make(weights_of([(4, 3)])).load_state_dict(foreign.state_dict())
+
+
 @every_optimizer
 def test_names_go_along(make):
     net = nn.Linear(3, 2)

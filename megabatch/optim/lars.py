@@ -105,11 +105,7 @@ class LARS(Layerwise):
                 "this is the state of SGD, whose momentum has no rate in it as the paper form has: "
                 'make LARS with form="pytorch", which goes on from it.'
             )
-        if group.get("dampening"):
-            raise ValueError(
-                f"this is the state of SGD with a dampening of {group['dampening']}, which LARS "
-                f"has not: it takes gradients in full."
-            )
+        super()._check_written(group, written)
 
     def _update(
         self,

@@ -198,6 +198,17 @@ class Layerwise(torch.optim.Optimizer):
     def _check_written(self, group: Group, written: set[str]) -> None:
         """Refuse the state of a group that another optimiser wrote, told by the settings that it
         named: what it holds under our names may mean another thing."""
+        mine = type(self).__name__
+        if group.get("dampening"):
+            raise ValueError(
+                f"this is the state of SGD with a dampening of {group['dampening']}, which {mine} "
+                f"has not: it takes gradients in full."
+            )
+        if "ns_steps" in written:
+            raise ValueError(
+                f"this is the state of torch.optim.Muon, whose momentum is an average of "
+                f"gradients: {mine} takes them in full."
+            )
 
     def _update(
         self,

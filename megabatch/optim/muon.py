@@ -84,6 +84,7 @@ class Muon(Layerwise):
                 "this is the state of LARS, whose momentum has its ratios in it: beside Muon's "
                 "gradients it would be nothing."
             )
+        super()._check_written(group, written)
 
     def _update(
         self,
