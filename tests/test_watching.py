@@ -168,6 +168,16 @@ def test_a_link_in_a_circle_is_not_followed(tmp_path):
     assert list(run_folders(tmp_path)) == [tmp_path / "run"]
 
 
+def test_a_folder_that_is_removed_while_others_are_looked_through_holds_no_runs(tmp_path):
+    for name in ("a", "c"):
+        made_up(tmp_path / name, [])
+    (tmp_path / "b").mkdir()
+    found = run_folders(tmp_path)
+    assert next(found) == tmp_path / "a"
+    (tmp_path / "b").rmdir()
+    assert list(found) == [tmp_path / "c"]
+
+
 def test_a_link_to_itself_is_no_run(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     for verb in ("report", "watch", "export"):

@@ -63,7 +63,7 @@ def run_folders(top: Path, depth: int = 0) -> Iterator[Path]:
                 inner = sorted(
                     entry.name for entry in entries if entry.is_dir(follow_symlinks=False)
                 )
-        except PermissionError:
+        except (PermissionError, FileNotFoundError):  # somebody else's, or removed meanwhile
             return
         for name in inner:
             yield from run_folders(top / name, depth + 1)
