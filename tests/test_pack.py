@@ -1,5 +1,6 @@
 """Packing: every kind of source, odd images, interruptions, determinism, and damaged files."""
 
+import errno
 import gzip
 import io
 import itertools
@@ -7,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import re
 import signal
 import struct
 import subprocess
@@ -199,6 +201,38 @@ def test_links_are_followed_and_dangling_ones_are_bad(tmp_path):
     result = packed(root, tmp_path / "b.arrow")
     assert [bad.name for bad in result.bad] == ["train/ant/dangling.JPEG"]
     assert result.bad[0].reason == "No such file or directory"
+
+
+def test_links_that_lead_to_themselves_are_no_folders(tmp_path):
+    root = pictures.folder(tmp_path / "set", each=2, val=1)
+    for name in ("train/circle", "train/ant/circle"):
+        (root / name).symlink_to("circle")
+    origin = open_origin(root)
+    assert origin.classes == ["ant", "bee", "cat"] and len(origin.labels) == 6 + 3
+    assert any("circle" in note for note in origin.notes)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "set/bee"), "bee.*check its permi"),
+        (OSError(errno.EIO, "Input/output error", "set/bee"), "bee cannot be read: Input/output"),
+        (OSError("nothing more is known"), "set cannot be read: nothing more"),
+    ],
+)
+def test_folders_that_cannot_be_looked_through_are_named(
+    tmp_path, monkeypatch, capsys, mistake, words
+):
+    root = pictures.folder(tmp_path / "set", each=2, val=1)
+
+    def scandir(path):
+        raise mistake
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=words):
+        open_origin(root)
+    assert main(["pack", str(root), str(tmp_path / "a.arrow")]) == 2
+    assert re.search(words, capsys.readouterr().err)
 
 
 BAD = {

@@ -142,10 +142,7 @@ def _open_origin(
     config: Config, left_out: Sequence[int], cluster: Cluster | None, training: bool
 ) -> tuple[Decoded, Decoded]:
     path = Path(config.data.path)
-    try:
-        origin = open_origin(path)
-    except PermissionError as error:
-        raise UserError(f"{error.filename} cannot be read: check its permissions") from error
+    origin = open_origin(path)
     train, val = _parts_of(origin, config.data.val_share)
     bad: list[Unreadable] = []
     if cluster is not None:

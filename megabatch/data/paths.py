@@ -19,10 +19,7 @@ def check_named(data: Data) -> None:
     if data.kind == "pack":
         Pack(data.path)
     elif data.kind == "folder":
-        try:
-            kind_at(Path(data.path))
-        except PermissionError as error:
-            raise UserError(f"{error.filename} cannot be read: check its permissions") from error
+        kind_at(Path(data.path))
     elif data.kind == "digits" and find_spec("sklearn") is None:
         raise UserError(NO_DIGITS)
 

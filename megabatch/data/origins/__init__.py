@@ -7,6 +7,8 @@ has no val part, packing holds a share out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -61,7 +63,9 @@ def kinds() -> tuple[Any, ...]:
 
 def open_origin(path: Path) -> Origin:
     """The data set at a path, of whatever kind it is."""
-    opened: Origin = kind_at(path).open_at(path)
+    kind = kind_at(path)
+    with _in_words(path):
+        opened: Origin = kind.open_at(path)
     return opened
 
 
@@ -69,11 +73,23 @@ def kind_at(path: Path) -> Any:
     """Which of the kinds lies at a path."""
     if not path.exists():
         raise UserError(f"there is no {path}: name a folder or an archive of images")
-    for kind in kinds():
-        if kind.found_at(path):
-            return kind
+    with _in_words(path):
+        for kind in kinds():
+            if kind.found_at(path):
+                return kind
     raise UserError(
         f"{path} is no set of images that is known here: give a folder of class folders (or train "
         f"and val with class folders), Tiny ImageNet, ILSVRC2012's tar files, parquet, CIFAR or "
         f"idx files"
     )
+
+
+@contextmanager
+def _in_words(path: Path) -> Iterator[None]:
+    """What cannot be read while it is looked through, by its name."""
+    try:
+        yield
+    except OSError as error:
+        denied = isinstance(error, PermissionError)
+        why = "check its permissions" if denied else error.strerror or error
+        raise UserError(f"{error.filename or path} cannot be read: {why}") from error

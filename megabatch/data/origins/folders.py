@@ -148,8 +148,13 @@ def _splits(path: Path) -> tuple[Path, Path | None] | None:
 
 def _class_folders(root: Path) -> list[str]:
     with os.scandir(root) as entries:
-        names = [entry.name for entry in entries if entry.is_dir() and not _hidden(entry.name)]
+        names = [entry.name for entry in entries if not _hidden(entry.name) and _is_folder(entry)]
     return sorted(names, key=os.fsencode)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Of a link that leads to itself, which leads to none, `is_dir` of the entry would raise."""
+    return os.path.isdir(entry.path)
 
 
 def _hidden(name: str) -> bool:
@@ -249,7 +254,7 @@ def _images(folder: Path) -> tuple[list[str], list[str], list[str]]:
             if entry.name.lower().endswith(SUFFIXES):
                 images.append(entry.name)
             else:
-                (folders if entry.is_dir() else others).append(entry.name)
+                (folders if _is_folder(entry) else others).append(entry.name)
     for names in (images, folders, others):
         names.sort(key=os.fsencode)
     return images, folders, others
