@@ -446,6 +446,17 @@ def test_lars_takes_other_layouts_and_dtypes(device):
     assert buffers[0].stride() == weights[0].stride()
 
 
+def test_lars_sees_a_gradient_that_torch_negates_when_it_is_read(device):
+    from megabatch.kernels.lars import update
+
+    weights = [torch.ones(6, 4, device=device)]
+    twins = [weights[0].clone()]
+    gradient = torch._neg_view(torch.ones(6, 4, device=device))  # as imag of a conjugate is
+    update(weights, [gradient], [torch.zeros(6, 4, device=device)], SETTINGS, None, [])
+    update_plain(twins, [gradient], [torch.zeros(6, 4, device=device)], SETTINGS, None, [])
+    torch.testing.assert_close(weights[0], twins[0], rtol=1e-6, atol=5e-7)
+
+
 MUON_RULES = [
     {}, {"nesterov": True}, {"maximize": True}, {"momentum": 0.0, "rate": 0.0},
     {"trust": None}, {"trust": None, "weight_decay": 0.1, "nesterov": True, "maximize": True},

@@ -60,7 +60,8 @@ def lay_alike(
         there = buffer.dtype == weight.dtype and buffer.device == weight.device
         if not there or not laid_alike(buffer, weight):
             buffer.data = torch.empty_like(weight).copy_(buffer)
-    return [laid_as(g, w) for g, w in zip(gradients, weights, strict=True)]
+    # What torch negates when it is read is not negated in memory.
+    return [laid_as(g, w).resolve_neg() for g, w in zip(gradients, weights, strict=True)]
 
 
 def addresses_of(copies: list[tuple[int, Tensor]], *lists: list[Tensor]) -> tuple[int, ...]:
