@@ -341,10 +341,10 @@ def test_the_table_says_by_what_it_trains():
         return next(row[1:] for row in config.derived(100_000, 1) if row[0] == "optimizer")
 
     assert said("tiny30", 256) == ("SGD", "momentum 0.9, weight decay 0.0001")
-    unadapted = "; 0.1 of the rate for what does not adapt"
-    lars = "momentum 0.9, weight decay 5e-05, trust 0.001"
-    assert said("tiny30", 1024) == ("LARS", lars + unadapted)
-    assert said("tiny30", 4096) == ("Muon", lars + unadapted.replace("0.1", "0.0333"))
+    unadapted = "; 0.0292 of the rate for what does not adapt"
+    muon = "momentum 0.9, weight decay 5e-05, trust 0.001"
+    assert said("tiny30", 1024) == ("Muon", muon + unadapted)
+    assert said("tiny30", 4096) == ("Muon", muon + unadapted.replace("0.0292", "0.0333"))
     assert said("mlperf", 32768) == ("LARS", "momentum 0.94, weight decay 2.5e-05, trust 0.001")
     titles = [
         OptimizerConfig(**given).title
