@@ -13,7 +13,7 @@ from torch.nn.functional import max_pool2d
 from megabatch import kernels
 from megabatch.batchnorm import normalise as normalise_plain
 from megabatch.data.source import InMemory, InWords
-from megabatch.optim import fused
+from megabatch.optim import layerwise
 from megabatch.optim.lars_step import Settings
 from megabatch.optim.lars_step import update as update_plain
 from megabatch.optim.muon_step import MuonSettings
@@ -639,7 +639,7 @@ def test_a_step_runs_on_the_device_of_its_weights(name, device, monkeypatch):
     monkeypatch.setattr(kernels, "lacking", lambda: "")
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     weights = [torch.ones(2, device=device)]
-    step = fused.kernel.__wrapped__(name)
+    step = layerwise.kernel.__wrapped__(name)
     assert step(weights, "gradients") == (True, "gradients") and not there
 
 

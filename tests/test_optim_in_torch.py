@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 
 from megabatch import optim
 from megabatch.errors import UserError
-from megabatch.optim import LAMB, LARS, Muon, fused, lars_step, parameter_groups
+from megabatch.optim import LAMB, LARS, Muon, lars_step, layerwise, parameter_groups
 
 MAKERS = {
     "paper": lambda p, lr=0.1, **o: LARS(p, lr, weight_decay=0.01, **o),
@@ -208,11 +208,11 @@ def test_the_kernel_is_taken_where_it_can_run_and_nothing_else_was_asked(monkeyp
         calls.append(arguments)
         return lars_step.update(*arguments)
 
-    monkeypatch.setattr(fused, "kernel", lambda name: kernel)
+    monkeypatch.setattr(layerwise, "kernel", lambda name: kernel)
     ours, theirs = weights_of(), weights_of()
     run(LARS(theirs, 0.1), theirs)
     assert not calls  # these lie on a CPU
-    monkeypatch.setattr(fused, "kernel_takes", lambda weights: True)
+    monkeypatch.setattr(layerwise, "kernel_takes", lambda weights: True)
     for options in ({"fused": False}, {"foreach": True}, {"foreach": False}):
         unfused = weights_of()
         assert_same(run(LARS(unfused, 0.1, **options), unfused), theirs)

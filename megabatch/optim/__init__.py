@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 _SHARED = (
-    "fused", "groups", "layerwise", "layout", "lars_host", "lars_step", "muon_step", "norms"
+    "groups", "layerwise", "layout", "lars_host", "lars_step", "muon_step", "norms"
 )  # fmt: skip
 _HOME = {
     "LARS": "lars",

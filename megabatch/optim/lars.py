@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from megabatch.optim import lars_host
-from megabatch.optim.fused import chosen
 from megabatch.optim.groups import Group
 from megabatch.optim.lars_step import Settings, update
-from megabatch.optim.layerwise import Layerwise, Number, rate_of, real, together
+from megabatch.optim.layerwise import Layerwise, Number, chosen, rate_of, real, together
 
 FORMS = ("paper", "pytorch")
 POLICIES = ("lars", "clip", "scale")

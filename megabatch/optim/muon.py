@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.optim.fused import chosen
 from megabatch.optim.groups import Group
-from megabatch.optim.layerwise import Layerwise, rate_of, real, together
+from megabatch.optim.layerwise import Layerwise, chosen, rate_of, real, together
 from megabatch.optim.muon_step import MuonSettings, update
 from megabatch.optim.norms import norms
 
